@@ -1,0 +1,46 @@
+# Each target does its own set-up and may be repeated. JOBS=n limits the build.
+JOBS ?= $(shell nproc)
+# Asked again in each recipe, since the set-up may have installed it. Without NVRTC the GPU rooms are left out.
+NVRTC = $(shell scripts/nvrtc.sh)
+PRESET = $(if $(NVRTC),ci,cpu)
+BUILD = $(if $(NVRTC),build,build-cpu)
+SOURCES = $(shell find include src kernels cli tests bench examples -name '*.h' -o -name '*.cpp' -o -name '*.cuh')
+
+.PHONY: build setup configure test demo device bench-cpu format format-check clean
+
+build: configure
+	cmake --build --preset $(PRESET) --parallel $(JOBS)
+
+setup:
+	@scripts/setup.sh
+
+configure: setup
+	cmake --preset $(PRESET)
+
+test: build
+	TWOSTEP_NVRTC=$(NVRTC) ctest --preset $(PRESET)
+
+demo: configure
+	cmake --build --preset $(PRESET) --parallel $(JOBS) --target twostep_cli
+	$(BUILD)/bin/twostep synth --preset tiny --out demo/tiny
+	TWOSTEP_NVRTC=$(NVRTC) $(BUILD)/bin/twostep draft --checkpoint demo/tiny --requests 2 --draft-tokens 3
+
+# What a bare GPU machine needs, in one small folder: build-device/stage/bin.
+device: setup
+	cmake --preset device
+	cmake --build --preset device --parallel $(JOBS)
+	install -D --strip -t build-device/stage/bin build-device/bin/twostep build-device/bin/twostep_gpu_tests
+	scripts/check_needed.sh --static build-device/stage/bin/*
+
+bench-cpu: configure
+	cmake --build --preset $(PRESET) --parallel $(JOBS) --target twostep_bench_cpu
+	$(BUILD)/bench/twostep_bench_cpu
+
+format: setup
+	clang-format-14 -i $(SOURCES)
+
+format-check: setup
+	clang-format-14 --dry-run --Werror $(SOURCES)
+
+clean:
+	rm -rf build build-cpu build-cuda build-device build-sanitize build-fuzz demo

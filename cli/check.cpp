@@ -1,0 +1,142 @@
+#include <fmt/format.h>
+
+#include <CLI/CLI.hpp>
+#include <algorithm>
+#include <memory>
+#include <new>
+#include <set>
+
+#include "cli/arguments.h"
+#include "cli/commands.h"
+#include "cli/progress.h"
+#include "io/cases.h"
+#include "measure/check_gemm.h"
+#if TWOSTEP_CUDA
+#include "measure/values_cuda.h"
+#endif
+
+namespace twostep::cli {
+namespace {
+
+constexpr const char* kPlace = "twostep check gemm";
+
+// Beside the models: one tile, tails of N and K, fewer K tiles than stages and slices, and what only the fallback
+// takes.
+constexpr Shape kOddShapes[] = {{16, 64},     {16, 128}, {32, 192}, {48, 320}, {80, 512},   {112, 1088}, {144, 8192},
+                                {208, 16640}, {8, 128},  {17, 256}, {24, 129}, {100, 1000}, {6152, 128}};
+
+struct CheckOptions {
+  std::string device = "auto";
+  std::vector<std::string> shapes;
+  std::string rows;
+  std::uint64_t data = 1;
+  std::string name;
+  bool quick = false;
+};
+
+std::vector<Shape> shapes_of(const CheckOptions& options) {
+  std::vector<Shape> shapes;
+  for (const std::string& text : options.shapes) shapes.push_back(parse_shape(kPlace, text));
+  if (!shapes.empty()) return shapes;
+  std::set<Shape> seen;
+  for (const GemmCase& item : gemm_cases({{}, 0, options.name}))
+    if (seen.insert({item.n, item.k}).second) shapes.push_back({item.n, item.k});
+  if (shapes.empty())
+    fail(StatusCode::kInvalidArgument, kPlace, "--case", options.name, "a case as k3/tp8/q_b, or a layer as q_b");
+  if (options.name.empty()) shapes.insert(shapes.begin(), std::begin(kOddShapes), std::end(kOddShapes));
+  return shapes;
+}
+
+// Makes the case of a shape on the chosen device. Holds what it needs of the device.
+class Cases {
+ public:
+  explicit Cases(const std::optional<int>& device) {
+#if TWOSTEP_CUDA
+    if (device) device_ = std::make_unique<MeasureDevice>(*device);
+#else
+    (void)device;
+#endif
+  }
+  std::unique_ptr<ValueCase> make(Shape shape, int max_rows) const {
+#if TWOSTEP_CUDA
+    if (device_) return std::make_unique<CudaCase>(*device_, shape.n, shape.k, max_rows);
+#endif
+    return make_host_case(shape.n, shape.k, max_rows);
+  }
+
+ private:
+#if TWOSTEP_CUDA
+  std::unique_ptr<MeasureDevice> device_;
+#endif
+};
+
+void print_report(const CheckOptions& options, Shape shape, const CheckReport& report) {
+  fmt::print("{:>7} x {:<6} {:>4} runs, {:>4} on warp, bound {:.2f}, norm {:.2e}: {}\n", shape.n, shape.k, report.runs,
+             report.warp_runs, report.worst, report.norm,
+             report.failures.empty() ? "ok" : fmt::format("{} FAILED", report.failures.size()));
+  for (const CheckFailure& failure : report.failures)
+    fmt::print("  {} data, {}: {}\n    twostep check gemm --device {} --shape {},{} --rows {} --data {}\n",
+               data_name(failure.data), failure.engine, failure.sentence, options.device, shape.n, shape.k, failure.m,
+               options.data);
+}
+
+int check_gemm(const CheckOptions& options) {
+  const std::optional<int> device = parse_device(kPlace, options.device);
+  const Cases cases(device);
+  const std::vector<Shape> shapes = shapes_of(options);
+  // A CPU takes seconds for a large weight at 64 rows.
+  constexpr std::int64_t kLargeOnCpu = 20'000'000;
+  std::size_t failures = 0, skipped = 0, done = 0;
+  int runs = 0;
+  fmt::print("device {}, data {}: normal values within draft-gemm 1.4 (a) and (b), integers exact (c)\n",
+             options.device, options.data);
+  Progress progress("check");
+  for (const Shape shape : shapes) {
+    progress.update(done++, shapes.size(), fmt::format("{},{}", shape.n, shape.k));
+    const bool quick = options.quick || (!device && shape.n * shape.k > kLargeOnCpu);
+    const std::vector<int> rows =
+        options.rows.empty() ? rows_to_check(shape.n, shape.k, quick) : parse_rows(kPlace, options.rows);
+    std::unique_ptr<ValueCase> values;
+    try {
+      values = cases.make(shape, *std::max_element(rows.begin(), rows.end()));
+    } catch (const std::bad_alloc&) {
+    } catch (const Error& error) {
+      if (error.code() != StatusCode::kOutOfMemory) throw;
+    }
+    if (!values) {
+      fmt::print("{:>7} x {:<6} skipped: not enough memory\n", shape.n, shape.k);
+      ++skipped;
+      continue;
+    }
+    const CheckReport report = check_shape(*values, rows, options.data);
+    print_report(options, shape, report);
+    std::fflush(stdout);
+    failures += report.failures.size();
+    runs += report.runs;
+  }
+  progress.update(done, shapes.size());
+  fmt::print("{} shapes, {} runs, {} failed, {} shapes skipped\n", shapes.size(), runs, failures, skipped);
+  return failures == 0 && runs > 0 ? 0 : 1;
+}
+
+}  // namespace
+
+void add_check(CLI::App& app, int& exit_code) {
+  auto* check = app.add_subcommand("check", "Compare results with an FP64 reference");
+  check->require_subcommand(1);
+  auto* gemm = check->add_subcommand("gemm", "DraftGemm: every kind, row counts 1 to 65, odd layouts");
+  auto options = std::make_shared<CheckOptions>();
+  gemm->add_option("--device", options->device, "auto, cpu, cuda:0, ..")->capture_default_str();
+  gemm->add_option("--shape", options->shapes, "N,K; may be repeated; default: all cases and odd shapes")
+      ->allow_extra_args(false);
+  gemm->add_option("--case", options->name, "Only cases of this name or layer: k3.1/tp8/q_b, q_b");
+  gemm->add_option("--rows", options->rows, "Row counts and ranges: 1,8,16-20");
+  gemm->add_option("--data", options->data, "Seed of the operands and their layout")->capture_default_str();
+  gemm->add_flag("--quick", options->quick, "Bucket edges alone");
+  gemm->callback([options, &exit_code] {
+    options->device = resolve_device(options->device);
+    exit_code = check_gemm(*options);
+  });
+}
+
+}  // namespace twostep::cli

@@ -1,0 +1,35 @@
+// twostep: one program for machines with and without a GPU. Exit status: 0 done, 1 failed, 2 usage or bad data.
+#include <CLI/CLI.hpp>
+#include <cstdio>
+#include <exception>
+
+#include "cli/commands.h"
+#include "twostep/status.h"
+
+int main(int argc, char** argv) {
+  CLI::App app{"twostep: prepared decode kernels for the Kimi K3 family"};
+  app.require_subcommand(1);
+  int exit_code = 0;
+  twostep::cli::add_info(app, exit_code);
+  twostep::cli::add_why(app, exit_code);
+  twostep::cli::add_check(app, exit_code);
+  twostep::cli::add_bench(app, exit_code);
+  twostep::cli::add_compile(app, exit_code);
+  twostep::cli::add_synth(app, exit_code);
+  twostep::cli::add_draft(app, exit_code);
+  try {
+    app.parse(argc, argv);  // runs the command's callback, which sets exit_code
+  } catch (const CLI::ParseError& error) {
+    return app.exit(error) == 0 ? 0 : 2;
+  } catch (const twostep::Error& error) {
+    std::fprintf(stderr, "twostep: %s\n", error.what());
+    const auto code = error.code();
+    const bool input = code == twostep::StatusCode::kDataError || code == twostep::StatusCode::kInvalidArgument ||
+                       code == twostep::StatusCode::kUnsupported;
+    return input ? 2 : 1;
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "twostep: %s\n", error.what());
+    return 1;
+  }
+  return exit_code;
+}

@@ -1,0 +1,118 @@
+#!/usr/bin/env python3
+"""Checks that every #include follows an arrow of the layout, and prints each one that does not."""
+
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# Room, the files that belong to it (the first row that matches), the rooms that it may include beside itself.
+# Device text is compiled with no include path, so it may include nothing but device text.
+ROOMS = [
+    ("status.h", ["include/twostep/status.h"], []),
+    ("tensor.h", ["include/twostep/tensor.h"], []),
+    ("gemm.h", ["include/twostep/gemm.h"], ["status.h", "tensor.h"]),
+    ("kernels/common", ["kernels/common/*.cuh"], []),
+    ("kernels/gemm", ["kernels/gemm/*.cuh"], ["kernels/common"]),
+    ("kernels/measure", ["kernels/measure/*.cuh"], ["kernels/common"]),
+    ("core", ["src/core/*"], ["include"]),
+    ("cuda", ["src/cuda/*"], ["include", "core"]),
+    ("jit loading", ["src/jit/nvrtc.*", "src/jit/build.*", "src/jit/kernel_cache.*"],
+     ["include", "core", "cuda", "jit"]),
+    ("jit", ["src/jit/*"], ["include", "core"]),
+    ("io", ["src/io/*"], ["include", "core"]),
+    ("gemm plan", ["src/gemm/plan.*", "src/gemm/warp.*", "src/gemm/cublas.*", "src/gemm/packed.*"],
+     ["include", "core", "gemm", "cuda", "jit", "jit loading"]),
+    ("gemm", ["src/gemm/*"], ["include", "core"]),
+    ("drafter", ["src/drafter/*"], ["include", "core", "io", "gemm"]),
+    ("measure on a GPU", ["src/measure/device.*", "src/measure/nvml.*", "src/measure/*_cuda.*", "src/measure/chain.*",
+                          "src/measure/bench_gemm.*", "src/measure/draft_step.cpp"], ["include", "src"]),
+    ("measure", ["src/measure/*"], ["include", "core", "jit", "io", "gemm"]),
+    ("cli", ["cli/*"], ["include", "src"]),
+    # The loader is tested without a GPU, on an NVRTC that the test brings.
+    ("tests of the loader", ["tests/unit/jit_nvrtc.cpp"], ["include", "core", "jit", "jit loading", "tests/unit"]),
+    ("fake NVRTC", ["tests/unit/fake_nvrtc/*"], []),
+    ("tests/unit", ["tests/unit/*"], ["include", "core", "jit", "io", "gemm", "drafter", "measure"]),
+    ("tests/gpu", ["tests/gpu/*"], ["include", "src"]),
+    ("tests/fuzz", ["tests/fuzz/*"], ["include", "core", "io"]),
+    ("bench", ["bench/*"], ["include", "core", "gemm"]),
+    ("examples", ["examples/*"], ["include"]),
+]
+GROUPS = {
+    "include": ["status.h", "tensor.h", "gemm.h"],
+    "src": ["core", "cuda", "jit loading", "jit", "io", "gemm plan", "gemm", "drafter", "measure on a GPU",
+            "measure"],
+}
+# Folders that an include may be relative to, beside the file's own.
+INCLUDE_PATH = ["include", "src", "kernels", "."]
+STANDARD_ONLY = ["status.h", "tensor.h", "gemm.h"]
+INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*(?:<([^>]*)>|"([^"]*)"|(\S+))', re.MULTILINE)
+# Device text inside host code, as `R"(#include "gemm/pack.cuh" ...)"`: NVRTC reads it, the host compiler does not.
+RAW_STRING = re.compile(r'R"(\w*)\(.*?\)\1"', re.DOTALL)
+# Libraries that are opened at run time through declarations of our own.
+TOOLKIT = re.compile(r"^(cuda|nvrtc|cublas|nvml|cooperative_groups|cub/|thrust/)")
+
+
+def room_of(path):
+    for room, patterns, _ in ROOMS:
+        if any(path.match(pattern) and len(path.parts) == len(Path(pattern).parts) for pattern in patterns):
+            return room
+    return None
+
+
+def allowed_of(room):
+    named = next(allowed for name, _, allowed in ROOMS if name == room)
+    return {room}.union(*(GROUPS.get(name, [name]) for name in named))
+
+
+def resolve(path, name):
+    for folder in [path.parent, *map(Path, INCLUDE_PATH)]:
+        target = (ROOT / folder / name).resolve()
+        if target.is_file() and target.is_relative_to(ROOT):
+            return target.relative_to(ROOT)
+    return None
+
+
+def findings_of(path):
+    room = room_of(path)
+    if room is None:
+        return [f"{path}: belongs to no room; add it to the table in cmake/include_scan.py"]
+    found = []
+    text = RAW_STRING.sub(lambda match: "\n" * match[0].count("\n"), (ROOT / path).read_text())
+    for match in INCLUDE.finditer(text):
+        place = f"{path}:{text.count(chr(10), 0, match.start()) + 1}"
+        angle, quoted, macro = match.groups()
+        if macro:
+            found.append(f"{place}: includes the macro {macro}; name the file")
+        elif angle:
+            if room.startswith("kernels/"):
+                found.append(f"{place}: device text includes <{angle}>; it is compiled with no include path")
+            elif room in STANDARD_ONLY and not re.fullmatch(r"[a-z0-9_]+", angle):
+                found.append(f"{place}: a public header includes <{angle}>; accepted: the C++ standard library")
+            elif TOOLKIT.match(angle):
+                found.append(f"{place}: includes <{angle}>; declare what is needed and open the library at run time")
+        else:
+            target = resolve(path, quoted)
+            if target is None:
+                found.append(f'{place}: "{quoted}" is no file of this repository; write other headers as <{quoted}>')
+            elif room_of(target) not in allowed_of(room):
+                accepted = ", ".join(sorted(allowed_of(room)))
+                found.append(f"{place}: {room} includes {target} of {room_of(target)}; accepted: {accepted}")
+    return found
+
+
+def main():
+    files = [
+        path.relative_to(ROOT)
+        for folder in ["include", "kernels", "src", "cli", "tests", "bench", "examples"]
+        for path in sorted((ROOT / folder).rglob("*"))
+        if path.suffix in {".h", ".cpp", ".cuh"}
+    ]
+    findings = [finding for path in files for finding in findings_of(path)]
+    print("\n".join(findings + [f"include scan: {len(files)} files, {len(findings)} findings"]))
+    return 1 if findings or not files else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,143 @@
+// One wrapper per PTX instruction, no logic. Memory order is said in words where it matters.
+#pragma once
+
+namespace twostep {
+
+using u8 = unsigned char;
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+using i64 = long long;
+
+__device__ inline u32 smem_address(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
+
+// ---- Programmatic dependent launch
+
+// Returns when the kernels before this one on the stream are complete and their writes are visible.
+__device__ inline void pdl_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+// Lets the next kernel's CTAs start once every CTA of this grid has said so. Orders no memory.
+__device__ inline void pdl_launch() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
+// ---- mbarrier (shared memory of this CTA)
+
+__device__ inline void barrier_init(u32 barrier, u32 arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+// Makes initialised barriers visible to the copy unit.
+__device__ inline void barrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+// Release: what this thread did before is visible to whom the completed phase is.
+__device__ inline void barrier_arrive(u32 barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+// One arrival, and `bytes` more that copies must bring before the phase completes.
+__device__ inline void barrier_arrive_expect(u32 barrier, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+// True when the phase of this parity is complete (acquire). May wait for a time that the hardware chooses.
+__device__ inline bool barrier_try_wait(u32 barrier, u32 parity) {
+  u32 done;
+  asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+               : "=r"(done)
+               : "r"(barrier), "r"(parity)
+               : "memory");
+  return done != 0;
+}
+
+// Barrier number `id` (1..15) among `threads` threads of the CTA; orders their shared memory accesses.
+__device__ inline void named_barrier(u32 id, u32 threads) {
+  asm volatile("barrier.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+// Counts as present at the barrier without waiting for the others.
+__device__ inline void named_barrier_arrive(u32 id, u32 threads) {
+  asm volatile("barrier.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// ---- Thread block cluster
+
+__device__ inline u32 cluster_rank() {
+  u32 rank;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+// Every thread of the cluster arrives (release), then waits (acquire).
+__device__ inline void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+__device__ inline void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+// Arrives at the same barrier of CTA `rank` of the cluster. Release, cluster scope.
+__device__ inline void barrier_arrive_remote(u32 barrier, u32 rank) {
+  asm volatile(
+      "{ .reg .b32 remote; mapa.shared::cluster.u32 remote, %0, %1; "
+      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote]; }" ::"r"(barrier),
+      "r"(rank)
+      : "memory");
+}
+
+// ---- Asynchronous copies, global to shared, completing on a barrier of this CTA
+
+// `bytes` contiguous bytes; both addresses and the size are multiples of 16.
+__device__ inline void bulk_load(u32 to, const void* from, u32 bytes, u32 barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+               "l"(from), "r"(bytes), "r"(barrier)
+               : "memory");
+}
+// The same bytes to the same place of every CTA in `mask`, completing on the same barrier of each.
+__device__ inline void bulk_load_multicast(u32 to, const void* from, u32 bytes, u32 barrier, u16 mask) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], "
+      "%4;" ::"r"(to),
+      "l"(from), "r"(bytes), "r"(barrier), "h"(mask)
+      : "memory");
+}
+// One box of a 2-D tensor map, its corner at (column, row). Elements outside the matrix arrive as zero.
+__device__ inline void tensor_load(u32 to, const void* map, int column, int row, u32 barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
+          to),
+      "l"(map), "r"(column), "r"(row), "r"(barrier)
+      : "memory");
+}
+__device__ inline void tensor_map_prefetch(const void* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+// ---- Matrix operands
+
+// Four 8 x 8 BF16 matrices; lane i gives the address of row i % 8 of matrix i / 8.
+__device__ inline void load_matrices(u32 (&r)[4], u32 address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(address)
+               : "memory");
+}
+// d[16 x 8] += a[16 x 16] * b[16 x 8], BF16 in, FP32 sums.
+__device__ inline void mma_16x8x16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
+      "%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// ---- Vector access and conversion
+
+__device__ inline float4 load_shared_float4(u32 address) {
+  float4 v;
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+               : "r"(address)
+               : "memory");
+  return v;
+}
+__device__ inline void store_shared_float(u32 address, float v) {
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(v) : "memory");
+}
+__device__ inline void store_global_u32x2(void* to, u32 a, u32 b) {
+  asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(to), "r"(a), "r"(b) : "memory");
+}
+// Two FP32 to BF16, each rounded once to nearest even; `low` in the lower half.
+__device__ inline u32 pack_bf16(float low, float high) {
+  u32 packed;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+
+}  // namespace twostep

@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# compile_all_kernels.sh [TWOSTEP [ARGUMENT...]]
+# Compiles every kernel file for every architecture with NVRTC, without a GPU; fails on an error or a spill. More
+# arguments of `twostep compile` may choose other shapes than those of K3.1 at TP8.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+twostep=${1:-build/bin/twostep}
+shift || true
+[[ $# -gt 0 ]] || set -- --model k3.1 --tp 8
+TWOSTEP_NVRTC=$(scripts/nvrtc.sh)
+export TWOSTEP_NVRTC
+folder=$(mktemp -d)
+trap 'rm -rf "$folder"' EXIT
+"$twostep" compile --all-archs --report --cache "$folder" "$@"

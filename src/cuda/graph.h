@@ -1,0 +1,33 @@
+// Captured graphs and event timing.
+#pragma once
+
+#include <functional>
+#include <vector>
+
+#include "core/timer.h"
+#include "cuda/driver.h"
+
+namespace twostep {
+
+// A captured, instantiated graph. Owned.
+class Graph {
+ public:
+  // Captures what `enqueue` puts on the stream (capture mode: thread local). Throws what enqueue throws, with
+  // the capture ended.
+  Graph(Stream stream, const std::function<void()>& enqueue);
+  Graph(const Graph&) = delete;
+  Graph& operator=(const Graph&) = delete;
+  ~Graph();
+  void launch(Stream stream) const;
+  std::size_t num_nodes() const;
+  std::size_t num_programmatic_edges() const;
+
+ private:
+  CUgraph graph_ = nullptr;
+  CUgraphExec exec_ = nullptr;
+};
+
+// Replays `graph` warmup + replays times, each timed by events; microseconds per replay.
+Summary time_graph(const Graph& graph, Stream stream, int warmup, int replays);
+
+}  // namespace twostep

@@ -1,0 +1,607 @@
+// DraftGemm on a GPU: prepare fixes a kernel or an algorithm per row count, run launches it.
+#include <fmt/format.h>
+
+#include <mutex>
+
+#include "core/check.h"
+#include "core/env.h"
+#include "core/log.h"
+#include "gemm/cublas.h"
+#include "gemm/packed.h"
+#include "gemm/warp.h"
+
+namespace twostep {
+namespace {
+
+// All that a run reads, published by one pointer and never changed: a weight at its address, the loaded kernels
+// and their descriptors of it. A run that has started keeps the snapshot that it began with.
+struct Snapshot {
+  Weight weight;
+  FallbackReason weight_reason;  // why this weight, as it lies, is not on the warp kernel
+  std::array<std::shared_ptr<const WarpKernel>, kNumBuckets> kernels;
+  std::array<TensorMap, kNumBuckets> maps;
+  mutable std::atomic<bool> captured{false};  // a graph recorded this address
+};
+
+struct Route {
+  Kind kind = Kind::kCublas;
+  WhyCode code = WhyCode::kNone;
+};
+
+enum class Pin : std::uint8_t { kNone, kWarp, kCublas };
+
+bool permanent(WhyCode code) {
+  switch (code) {
+    case WhyCode::kCompileFailed:
+    case WhyCode::kLoadFailed:
+    case WhyCode::kCompilingOff:
+    case WhyCode::kNotPrepared:
+    case WhyCode::kSealed: return false;
+    default: return true;
+  }
+}
+
+class CudaPlan final : public Plan {
+ public:
+  CudaPlan(const TensorView& view, const Options& options, std::shared_ptr<PackedWeight::Impl> packed);
+
+  ~CudaPlan() override;
+
+  Kind prepare(int m, Stream stream) override;
+  void run(const TensorView* weight, const TensorView& x, const TensorView& out, Stream stream) override;
+  void bind(const TensorView& weight) override { follow(weight); }
+  void weights_updated(Stream stream) override;
+  void seal() override { sealed_.store(true, std::memory_order_release); }
+  void pin(int m, Kind kind) override;
+  Kind kind(int m) const override { return route(*snapshot(), m).kind; }
+  Kind kind(const TensorView& x, const TensorView& out) const override;
+  WhyCode why_code(int m) const override { return route(*snapshot(), m).code; }
+  std::string why(int m) const override { return sentence(*snapshot(), m, route(*snapshot(), m).code); }
+  std::string why(const TensorView& x, const TensorView& out) const override;
+  Status accepts(const TensorView& x, const TensorView& out) const override;
+  Tactic tactic(int m) const override;
+  Stats stats() const override { return counters_.read(); }
+  std::vector<CompileKey> keys() const override;
+  std::vector<Address> captured_addresses() const override;
+  const Weight& weight() const override { return snapshot()->weight; }
+
+ private:
+  const Snapshot* snapshot() const { return current_.load(std::memory_order_acquire); }
+  const Snapshot* follow(const TensorView& weight);
+  const Snapshot* publish(std::unique_ptr<Snapshot> next);
+  std::unique_ptr<Snapshot> copy_of(const Snapshot& s, const Weight& weight) const;
+
+  // Which kind serves m, and why not warp. Pure reads; formats nothing.
+  Route route(const Snapshot& s, int m) const;
+  WhyCode shape_reason(const Snapshot& s, int m) const;  // all but "is the kernel loaded"
+  std::string sentence(const Snapshot& s, int m, WhyCode code) const;
+  void prepare_rows(int m, Stream stream, bool late);
+  void load_bucket(int m, bool late);
+  Tactic choose_tactic(int m) const;
+  void refuse_strict(const Snapshot& s, int m, WhyCode code) const;
+  void fill_zero(const MatrixView& out, Stream stream) const;
+
+  const Options options_;
+  const int device_;
+  const CUcontext context_;
+  const DeviceFacts facts_;
+  const std::shared_ptr<PackedWeight::Impl> packed_;
+  bool no_shared_memory_ = false;                       // no tactic fits this GPU
+  std::array<bool, kMaxWarpRows + 1> cublas_faster_{};  // by the table
+
+  std::atomic<const Snapshot*> current_{nullptr};
+  std::atomic<bool> sealed_{false};
+  std::atomic<bool> ordinary_next_{false};  // the weight was written or moved: the next launch has no early loads
+  std::array<std::atomic<bool>, kMaxWarpRows + 1> prepared_{};
+  std::array<std::atomic<Pin>, kMaxWarpRows + 1> pins_{};
+  std::array<std::atomic<WhyCode>, kNumBuckets> failed_{};  // last transient failure of a bucket
+  std::array<std::atomic<bool>, kNumBuckets + 1> warned_miss_{};
+  std::atomic<std::uint32_t> logged_{0};  // reasons, one bit each
+  mutable Counters counters_;
+  std::unique_ptr<CublasGemm> cublas_;  // null where cuBLASLt is missing
+
+  mutable std::mutex mutex_;  // of what follows; never held during a build
+  std::vector<std::unique_ptr<const Snapshot>> snapshots_;
+  std::array<std::string, kNumBuckets> failure_text_;
+};
+
+CudaPlan::CudaPlan(const TensorView& view, const Options& options, std::shared_ptr<PackedWeight::Impl> packed)
+    : options_(options),
+      device_(view.device.index),
+      context_(primary_context(device_)),
+      facts_(device_facts(device_)),
+      packed_(std::move(packed)) {
+  const char* place = "gemm.DraftGemm";
+  auto first = std::make_unique<Snapshot>();
+  first->weight = check_weight(view, place);
+  const Weight& w = first->weight;
+  first->weight_reason = warp_takes_weight(w, 16);
+  const ContextGuard context(context_);
+  const RelaxedCapture relaxed;
+  if (w.n > 0 && w.k > 0) {
+    if (cublas_status().ok()) cublas_ = std::make_unique<CublasGemm>(device_, w, options.workspace_limit);
+    if (warp_eligible(w.n, w.k) && !arch_name(facts_.arch).empty()) {
+      for (int m = 1; m <= kMaxWarpRows; ++m)
+        if (const auto entry = table_entry(m, w.n, w.k, facts_))
+          cublas_faster_[static_cast<std::size_t>(m)] = !entry->warp_wins() && !options.strict;
+      try {
+        warp_tactic(kMaxWarpRows, w.n, w.k, facts_, options.strict);
+      } catch (const Error&) {
+        no_shared_memory_ = true;
+      }
+    }
+  }
+  publish(std::move(first));
+}
+
+// cuBLAS leaves its context current when its handle ends: the caller's is put back.
+CudaPlan::~CudaPlan() {
+  try {
+    const ContextGuard context(context_);
+    cublas_.reset();
+  } catch (const Error& error) {
+    log_warn(error.what());
+  }
+}
+
+// ---- Snapshots
+
+const Snapshot* CudaPlan::publish(std::unique_ptr<Snapshot> next) {
+  const Snapshot* raw = next.get();
+  snapshots_.push_back(std::move(next));
+  current_.store(raw, std::memory_order_release);
+  return raw;
+}
+
+std::unique_ptr<Snapshot> CudaPlan::copy_of(const Snapshot& s, const Weight& weight) const {
+  auto next = std::make_unique<Snapshot>();
+  next->weight = weight;
+  next->weight_reason = warp_takes_weight(weight, 16);
+  next->kernels = s.kernels;
+  if (!next->weight_reason)
+    for (std::size_t b = 0; b < next->kernels.size(); ++b)
+      if (next->kernels[b]) next->maps[b] = warp_tensor_map(weight, next->kernels[b]->tactic);
+  return next;
+}
+
+// 3.6: the weight as it is now. A new address is rebound; anything else that differs is refused.
+const Snapshot* CudaPlan::follow(const TensorView& now) {
+  const Snapshot* s = snapshot();
+  const TensorView& bound = s->weight.view;
+  if (now.data == bound.data && now.shape == bound.shape && now.stride == bound.stride && now.rank == bound.rank &&
+      now.dtype == bound.dtype && now.device == bound.device)
+    return s;
+  throw_if_error(same_weight(s->weight, now));
+  const Weight weight = check_weight(now, "gemm.run");
+  if (packed_ && now.data != packed_->source.view.data)
+    fail(StatusCode::kWeightChanged, "gemm.run", "weight.data", to_string(now), "the source of the packed weight",
+         "pack the new weight and build a new plan");
+  if (weight.transposed != s->weight.transposed)
+    fail(StatusCode::kWeightChanged, "gemm.run", "weight strides", to_string(now), to_string(bound),
+         "build a new plan for this layout");
+  const std::lock_guard lock(mutex_);
+  s = snapshot();
+  counters_.rebinds.fetch_add(1, std::memory_order_relaxed);
+  ordinary_next_.store(true, std::memory_order_release);
+  // Two tensors in turn must not make the list grow: an old snapshot of this weight serves if it has the kernels.
+  for (const auto& old : snapshots_)
+    if (old->weight.view.data == now.data && old->weight.view.stride == now.stride && old->kernels == s->kernels) {
+      current_.store(old.get(), std::memory_order_release);
+      return old.get();
+    }
+  return publish(copy_of(*s, weight));
+}
+
+// ---- Which kind serves m
+
+WhyCode CudaPlan::shape_reason(const Snapshot& s, int m) const {
+  if (m > kMaxWarpRows) return WhyCode::kRowsAbove64;
+  const Pin pinned = m > 0 ? pins_[static_cast<std::size_t>(m)].load(std::memory_order_relaxed) : Pin::kNone;
+  if (pinned == Pin::kCublas) return WhyCode::kPinned;
+  if (!options_.warp || !environment().warp) return WhyCode::kDisabled;
+  if (s.weight_reason) return s.weight_reason.code;
+  if (arch_name(facts_.arch).empty()) return WhyCode::kArchitecture;
+  if (no_shared_memory_) return WhyCode::kSharedMemory;
+  if (pinned != Pin::kWarp && m > 0 && cublas_faster_[static_cast<std::size_t>(m)]) return WhyCode::kCublasFaster;
+  return WhyCode::kNone;
+}
+
+Route CudaPlan::route(const Snapshot& s, int m) const {
+  if (m <= 0) return {Kind::kCublas, WhyCode::kNone};
+  if (const WhyCode code = shape_reason(s, m); code != WhyCode::kNone) return {Kind::kCublas, code};
+  const auto bucket = static_cast<std::size_t>(bucket_index(m));
+  if (s.kernels[bucket]) return {Kind::kWarp, WhyCode::kNone};
+  const WhyCode failed = failed_[bucket].load(std::memory_order_acquire);
+  if (failed != WhyCode::kNone) return {Kind::kCublas, failed};
+  return {Kind::kCublas, sealed_.load(std::memory_order_acquire) ? WhyCode::kSealed : WhyCode::kNotPrepared};
+}
+
+std::string CudaPlan::sentence(const Snapshot& s, int m, WhyCode code) const {
+  switch (code) {
+    case WhyCode::kNone: return {};
+    case WhyCode::kRowsAbove64:
+      return fmt::format("M = {}; the warp kernel takes 1 to 64 rows; run fewer rows at a time, or stay on cuBLAS", m);
+    case WhyCode::kPinned: return fmt::format("M = {} is pinned to cuBLAS; pin(m, warp) undoes it", m);
+    case WhyCode::kDisabled: return "the warp kernel is off; unset Options.warp = false and TWOSTEP_WARP=0";
+    case WhyCode::kArchitecture:
+      return fmt::format("{} has compute capability {}; kernels exist for 90, 100, 103 and 120; stay on cuBLAS",
+                         facts_.name, facts_.arch);
+    case WhyCode::kSharedMemory:
+      return fmt::format("no tactic fits {} bytes of shared memory per CTA; stay on cuBLAS", facts_.smem_per_block);
+    case WhyCode::kCublasFaster: {
+      const auto entry = table_entry(m, s.weight.n, s.weight.k, facts_);
+      return fmt::format(
+          "measured on {}: cuBLAS {:.2f} us, warp {:.2f} us at M = {}; pin(m, warp) forces the warp "
+          "kernel",
+          facts_.name, entry ? entry->cublas_us : 0.0, entry ? entry->warp_us : 0.0, entry ? entry->rows : m);
+    }
+    case WhyCode::kNotPrepared: return fmt::format("M = {} is not prepared; call prepare({})", m, m);
+    case WhyCode::kSealed:
+      return fmt::format("M = {} was not prepared before seal(); prepare it first in a new plan", m);
+    case WhyCode::kCompileFailed:
+    case WhyCode::kLoadFailed:
+    case WhyCode::kCompilingOff: {
+      const std::lock_guard lock(mutex_);
+      return failure_text_[static_cast<std::size_t>(bucket_index(m))] + "; prepare again to retry";
+    }
+    default: return s.weight_reason.sentence;
+  }
+}
+
+Kind CudaPlan::kind(const TensorView& x, const TensorView& out) const {
+  const Snapshot* s = snapshot();
+  std::int64_t m = 0;
+  throw_if_error(check_operands(s->weight, x, out, &m));
+  const Route r = route(*s, static_cast<int>(m));
+  if (r.kind == Kind::kWarp && warp_takes_operands(s->weight, x, out) != WhyCode::kNone) return Kind::kCublas;
+  return r.kind;
+}
+
+std::string CudaPlan::why(const TensorView& x, const TensorView& out) const {
+  const Snapshot* s = snapshot();
+  std::int64_t m = 0;
+  if (const Status status = check_operands(s->weight, x, out, &m); !status.ok()) return status.message();
+  const Route r = route(*s, static_cast<int>(m));
+  if (r.kind != Kind::kWarp) return sentence(*s, static_cast<int>(m), r.code);
+  const WhyCode code = warp_takes_operands(s->weight, x, out);
+  return code == WhyCode::kNone ? std::string() : sentence_of(code, s->weight, x, out);
+}
+
+Status CudaPlan::accepts(const TensorView& x, const TensorView& out) const {
+  std::int64_t m = 0;
+  const Snapshot* s = snapshot();
+  if (Status status = check_operands(s->weight, x, out, &m); !status.ok()) return status;
+  if (!options_.strict || m < 1 || m > kMaxWarpRows || s->weight.n == 0 || s->weight.k == 0) return {};
+  const WhyCode code = warp_takes_operands(s->weight, x, out);
+  if (code == WhyCode::kNone) return {};
+  return refusal(StatusCode::kUnsupported, "gemm.run", "operands", sentence_of(code, s->weight, x, out),
+                 "with strict: what the warp kernel takes");
+}
+
+// ---- Prepare
+
+Kind CudaPlan::prepare(int m, Stream stream) {
+  if (m < 0) fail(StatusCode::kInvalidArgument, "gemm.prepare", "m", std::to_string(m), "0 and more");
+  const Weight& w = weight();
+  if (m == 0 || w.n == 0 || w.k == 0) return kind(m);
+  // Before the fast path: also a prepared m refuses a capturing stream only where it would have work to do.
+  const Route now = route(*snapshot(), m);
+  const bool fixed = now.kind == Kind::kWarp || (permanent(now.code) && cublas_ && cublas_->prepared(m));
+  if (fixed && (!cublas_ || cublas_->has_workspace(stream))) return now.kind;
+  if (is_capturing(stream))
+    fail(StatusCode::kCapturing, "gemm.prepare", "stream", "capturing", "a stream that does not capture",
+         "prepare before the capture begins");
+  prepare_rows(m, stream, false);
+  return kind(m);
+}
+
+void CudaPlan::prepare_rows(int m, Stream stream, bool late) {
+  const ContextGuard context(context_);
+  const RelaxedCapture relaxed;
+  const WhyCode reason = shape_reason(*snapshot(), m);
+  if (reason == WhyCode::kNone && !snapshot()->kernels[static_cast<std::size_t>(bucket_index(m))]) load_bucket(m, late);
+  const Snapshot& s = *snapshot();
+  const Route r = route(s, m);
+  if (r.kind != Kind::kWarp) {
+    if (options_.strict && m <= kMaxWarpRows) refuse_strict(s, m, r.code);
+    if (cublas_) cublas_->prepare(m, s.weight);
+    if ((logged_.fetch_or(1u << static_cast<unsigned>(r.code), std::memory_order_relaxed) &
+         (1u << static_cast<unsigned>(r.code))) == 0) {
+      const std::string text =
+          fmt::format("gemm {} x {}: M = {} on cuBLAS: {}", s.weight.n, s.weight.k, m, sentence(s, m, r.code));
+      if (permanent(r.code)) log_info(text);
+      else log_warn(text);
+    }
+  }
+  if (cublas_) cublas_->make_workspace(stream);
+  if (m <= kMaxWarpRows) prepared_[static_cast<std::size_t>(m)].store(true, std::memory_order_release);
+}
+
+Tactic CudaPlan::choose_tactic(int m) const {
+  const Weight& w = weight();
+  if (packed_) {
+    const Tactic packed = complete(packed_->tactic, m, facts_);
+    const bool family = !options_.strict || packed.k_slices == kStrictSlices;
+    if (family && tactic_valid(packed, m, w.n, w.k, facts_).ok()) return packed;
+  }
+  return warp_tactic(m, w.n, w.k, facts_, options_.strict);
+}
+
+// Loads the kernel of m's bucket. A failure is the bucket's alone, and is tried again by the next prepare.
+void CudaPlan::load_bucket(int m, bool late) {
+  const auto bucket = static_cast<std::size_t>(bucket_index(m));
+  const bool sealed = sealed_.load(std::memory_order_acquire);
+  if (sealed) return;
+  try {
+    LoadReport report;
+    auto kernel = std::make_shared<WarpKernel>(
+        load_warp_kernel(m, weight(), choose_tactic(m), facts_.arch, options_.jit, &report));
+    const bool compiled = report.from == BuiltFrom::kCompiled;
+    count(compiled ? counters_.compiles : counters_.cache_hits);
+    if (compiled && late) count(counters_.late_compiles);
+    const std::lock_guard lock(mutex_);
+    const Snapshot* s = snapshot();
+    if (s->kernels[bucket]) return;  // another thread was first
+    auto next = std::make_unique<Snapshot>();
+    next->weight = s->weight;
+    next->weight_reason = s->weight_reason;
+    next->kernels = s->kernels;
+    next->maps = s->maps;
+    next->captured.store(s->captured.load());
+    next->kernels[bucket] = kernel;
+    if (!next->weight_reason) next->maps[bucket] = warp_tensor_map(next->weight, kernel->tactic);
+    failed_[bucket].store(WhyCode::kNone, std::memory_order_release);
+    publish(std::move(next));
+  } catch (const Error& error) {
+    const WhyCode code = error.code() == StatusCode::kCompileFailed ? WhyCode::kCompileFailed
+                         : error.code() == StatusCode::kUnavailable || error.code() == StatusCode::kUnsupported
+                             ? WhyCode::kCompilingOff
+                             : WhyCode::kLoadFailed;
+    {
+      const std::lock_guard lock(mutex_);
+      failure_text_[bucket] = error.what();
+    }
+    failed_[bucket].store(code, std::memory_order_release);
+  }
+}
+
+void CudaPlan::refuse_strict(const Snapshot& s, int m, WhyCode code) const {
+  const std::string text = sentence(s, m, code);
+  const char* accepted = "with strict: a row count that the warp kernel serves";
+  if (code == WhyCode::kCompileFailed || code == WhyCode::kLoadFailed || code == WhyCode::kCompilingOff)
+    fail(StatusCode::kCompileFailed, "gemm.prepare", "m", text, accepted);
+  if (code == WhyCode::kNotPrepared || code == WhyCode::kSealed)
+    fail(StatusCode::kNotPrepared, "gemm.run", "m", text, accepted);
+  fail(StatusCode::kUnsupported, "gemm.prepare", "m", text, accepted);
+}
+
+void CudaPlan::pin(int m, Kind kind) {
+  const char* place = "gemm.pin";
+  if (m < 1) fail(StatusCode::kInvalidArgument, place, "m", std::to_string(m), "1 and more");
+  if (kind == Kind::kCpu)
+    fail(StatusCode::kUnsupported, place, "kind", "cpu", "warp, cublas", "the weight is on a GPU");
+  if (kind == Kind::kCublas) {
+    if (options_.strict && m <= kMaxWarpRows)
+      fail(StatusCode::kUnsupported, place, "kind", "cublas", "warp for rows 1 to 64 with strict");
+    throw_if_error(cublas_status());
+    if (m > kMaxWarpRows) return;
+    const ContextGuard context(context_);
+    const RelaxedCapture relaxed;
+    if (cublas_) cublas_->prepare(m, weight());
+    pins_[static_cast<std::size_t>(m)].store(Pin::kCublas, std::memory_order_release);
+    return;
+  }
+  const auto refuse = [&](WhyCode code) {
+    fail(StatusCode::kUnsupported, place, "m", sentence(*snapshot(), m, code), "rows that the warp kernel serves");
+  };
+  if (m > kMaxWarpRows) refuse(WhyCode::kRowsAbove64);
+  auto& pin = pins_[static_cast<std::size_t>(m)];
+  const Pin before = pin.exchange(Pin::kWarp);
+  if (const WhyCode code = shape_reason(*snapshot(), m); code != WhyCode::kNone) {
+    pin.store(before);
+    refuse(code);
+  }
+}
+
+void CudaPlan::weights_updated(Stream stream) {
+  if (packed_) packed_->pack(stream);
+  ordinary_next_.store(true, std::memory_order_release);
+}
+
+// ---- Run
+
+void CudaPlan::run(const TensorView* now, const TensorView& x_view, const TensorView& out_view, Stream stream) {
+  const Snapshot* s = now != nullptr ? follow(*now) : snapshot();
+  std::int64_t rows = 0;
+  if (const Status status = check_operands(s->weight, x_view, out_view, &rows); !status.ok()) fail(status);
+  if (rows == 0 || s->weight.n == 0) return;
+  const ContextGuard context(context_);
+  const MatrixView out = matrix_of(out_view);
+  if (s->weight.k == 0) return fill_zero(out, stream);
+  const bool capturing = is_capturing(stream);
+  const int m = static_cast<int>(rows);
+
+  Route r = route(*s, m);
+  const auto prepared = [&] {
+    return r.kind == Kind::kWarp ||
+           (m <= kMaxWarpRows ? prepared_[static_cast<std::size_t>(m)].load(std::memory_order_acquire)
+                              : cublas_ && cublas_->prepared(m));
+  };
+  if (!prepared()) {
+    if (!capturing) {
+      try {
+        prepare_rows(m, stream, true);  // the first eager run of m prepares it
+      } catch (const Error& error) {
+        if (options_.strict && m <= kMaxWarpRows) throw;
+        log_warn(fmt::format("gemm {} x {}: M = {} runs on the safe cuBLAS algorithm: {}", s->weight.n, s->weight.k, m,
+                             error.what()));
+      }
+      if (now == nullptr) s = snapshot();
+      else s = follow(*now);
+      r = route(*s, m);
+    } else {
+      count(counters_.capture_misses);
+      if (options_.on_miss == OnMiss::kRefuse || (options_.strict && m <= kMaxWarpRows))
+        fail(StatusCode::kNotPrepared, "gemm.run", "m", std::to_string(m), "prepared row counts under capture",
+             "call prepare before the capture begins");
+      const auto bucket = static_cast<std::size_t>(m <= kMaxWarpRows ? bucket_index(m) : kNumBuckets);
+      if (!warned_miss_[bucket].exchange(true, std::memory_order_relaxed))
+        log_warn(fmt::format("gemm {} x {}: M = {} was not prepared before its capture and is recorded on cuBLAS",
+                             s->weight.n, s->weight.k, m));
+    }
+  }
+  if (r.kind == Kind::kWarp)
+    if (const WhyCode code = warp_takes_operands(s->weight, x_view, out_view); code != WhyCode::kNone)
+      r = {Kind::kCublas, code};
+
+  if (capturing && !s->captured.load(std::memory_order_relaxed)) s->captured.store(true, std::memory_order_relaxed);
+  if (r.kind == Kind::kWarp) {
+    const auto bucket = static_cast<std::size_t>(bucket_index(m));
+    const WarpKernel& kernel = *s->kernels[bucket];
+    const bool ordinary = ordinary_next_.load(std::memory_order_acquire) && ordinary_next_.exchange(false);
+    const bool early = options_.pdl != Pdl::kOff && !ordinary &&
+                       PdlChain::follows_own_kernel(stream, capturing, options_.pdl == Pdl::kAlways);
+    const bool packed = kernel.tactic.weight_order == WeightOrder::kPacked;
+    launch_warp(kernel, s->maps[bucket], packed ? packed_->memory.data() : s->weight.view.data, s->weight,
+                matrix_of(x_view), out, early, stream);
+    PdlChain::record(stream, capturing);
+    return count(counters_.warp_runs);
+  }
+
+  if (options_.strict && m <= kMaxWarpRows) {
+    if (r.code == WhyCode::kXLayout || r.code == WhyCode::kOutLayout)
+      fail(StatusCode::kUnsupported, "gemm.run", "operands", sentence_of(r.code, s->weight, x_view, out_view),
+           "with strict: what the warp kernel takes");
+    refuse_strict(*s, m, r.code);
+  }
+  if (!cublas_) fail(cublas_status());
+  const bool fixed = r.code != WhyCode::kXLayout && r.code != WhyCode::kOutLayout;
+  cublas_->run(s->weight, x_view, out_view, stream, fixed, capturing, counters_);
+  PdlChain::forget();
+  count(counters_.cublas_runs);
+  count(counters_.fallback_by_code[static_cast<std::size_t>(r.code)]);
+}
+
+void CudaPlan::fill_zero(const MatrixView& out, Stream stream) const {
+  TWOSTEP_CUDA_CHECK(
+      cuMemsetD2D8Async(reinterpret_cast<CUdeviceptr>(out.data), static_cast<std::size_t>(out.row_stride * 2), 0,
+                        static_cast<std::size_t>(out.cols * 2), static_cast<std::size_t>(out.rows),
+                        static_cast<CUstream>(stream.handle)),
+      "gemm.run");
+  PdlChain::forget();
+}
+
+// ---- Questions
+
+Tactic CudaPlan::tactic(int m) const {
+  const Snapshot* s = snapshot();
+  if (m < 1 || m > kMaxWarpRows || !s->kernels[static_cast<std::size_t>(bucket_index(m))])
+    fail(StatusCode::kNotPrepared, "gemm.tactic", "m", std::to_string(m), "rows whose warp kernel is loaded",
+         "call prepare first");
+  return s->kernels[static_cast<std::size_t>(bucket_index(m))]->tactic;
+}
+
+std::vector<CompileKey> CudaPlan::keys() const {
+  std::vector<CompileKey> all;
+  for (const auto& kernel : snapshot()->kernels)
+    if (kernel) all.push_back(kernel->compiled->key);
+  return all;
+}
+
+std::vector<Address> CudaPlan::captured_addresses() const {
+  const std::lock_guard lock(mutex_);
+  std::vector<Address> all;
+  for (const auto& s : snapshots_) {
+    const Address address{reinterpret_cast<std::uintptr_t>(s->weight.view.data)};
+    if (s->captured.load() && std::find(all.begin(), all.end(), address) == all.end()) all.push_back(address);
+  }
+  return all;
+}
+
+}  // namespace
+
+std::shared_ptr<Plan> make_cuda_plan(const TensorView& weight, const Options& options) {
+  throw_if_error(driver_status());
+  return std::make_shared<CudaPlan>(weight, options, nullptr);
+}
+
+std::shared_ptr<Plan> make_cuda_plan(const PackedWeight& weight, const Options& options) {
+  return std::make_shared<CudaPlan>(weight.source(), options, weight.impl());
+}
+
+// ---- PreparedWarpSplitK
+
+struct PreparedWarpSplitK::Impl {
+  Weight weight;
+  std::array<std::shared_ptr<const WarpKernel>, kNumBuckets> kernels;
+  std::array<TensorMap, kNumBuckets> maps;
+  CUcontext context = nullptr;
+  std::atomic<bool> ordinary_next{false};  // after a rebind: no early loads
+};
+
+PreparedWarpSplitK::PreparedWarpSplitK(const TensorView& view, const std::map<int, Tactic>& tactics)
+    : impl_(std::make_unique<Impl>()) {
+  const char* place = "gemm.PreparedWarpSplitK";
+  if (!view.device.is_cuda())
+    fail(StatusCode::kUnavailable, place, "weight.device", to_string(view.device), "a GPU", "use DraftGemm on the CPU");
+  throw_if_error(driver_status());
+  impl_->weight = check_weight(view, place);
+  impl_->context = primary_context(view.device.index);
+  const ContextGuard context(impl_->context);
+  const RelaxedCapture relaxed;
+  const DeviceFacts facts = device_facts(view.device.index);
+  for (const auto& [m, wanted] : tactics) {
+    const Tactic tactic = complete(wanted, m, facts);
+    throw_if_error(tactic_valid(tactic, m, impl_->weight.n, impl_->weight.k, facts));
+    if (tactic.weight_order == WeightOrder::kPacked)
+      fail(StatusCode::kUnsupported, place, "weight_order", "packed", "row_major",
+           "build a DraftGemm on a PackedWeight");
+    if (const auto reason = warp_takes_weight(impl_->weight, tactic.weight_align))
+      fail(StatusCode::kBadLayout, place, "weight", reason.sentence, "a weight that the warp kernel takes");
+    const auto bucket = static_cast<std::size_t>(bucket_index(m));
+    impl_->kernels[bucket] =
+        std::make_shared<WarpKernel>(load_warp_kernel(m, impl_->weight, tactic, facts.arch, true, nullptr));
+    impl_->maps[bucket] = warp_tensor_map(impl_->weight, tactic);
+  }
+}
+
+PreparedWarpSplitK::PreparedWarpSplitK(PreparedWarpSplitK&&) noexcept = default;
+PreparedWarpSplitK::~PreparedWarpSplitK() = default;
+
+void PreparedWarpSplitK::run(const TensorView& x, const TensorView& out, Stream stream) {
+  std::int64_t m = 0;
+  if (const Status status = check_operands(impl_->weight, x, out, &m); !status.ok()) fail(status);
+  if (m == 0 || impl_->weight.n == 0) return;
+  if (m > kMaxWarpRows || !impl_->kernels[static_cast<std::size_t>(bucket_index(static_cast<int>(m)))])
+    fail(StatusCode::kNotPrepared, "gemm.run", "m", std::to_string(m), "row counts of the tactics given");
+  if (const WhyCode code = warp_takes_operands(impl_->weight, x, out); code != WhyCode::kNone)
+    fail(StatusCode::kBadLayout, "gemm.run", "operands", sentence_of(code, impl_->weight, x, out),
+         "what the warp kernel takes");
+  const ContextGuard context(impl_->context);
+  const bool capturing = is_capturing(stream);
+  const bool ordinary = impl_->ordinary_next.exchange(false, std::memory_order_acq_rel);
+  const auto bucket = static_cast<std::size_t>(bucket_index(static_cast<int>(m)));
+  launch_warp(*impl_->kernels[bucket], impl_->maps[bucket], impl_->weight.view.data, impl_->weight, matrix_of(x),
+              matrix_of(out), !ordinary && PdlChain::follows_own_kernel(stream, capturing, false), stream);
+  PdlChain::record(stream, capturing);
+}
+
+void PreparedWarpSplitK::rebind(const TensorView& view) {
+  throw_if_error(same_weight(impl_->weight, view));
+  const Weight weight = check_weight(view, "gemm.rebind");
+  if (const auto reason = warp_takes_weight(weight, 16))
+    fail(StatusCode::kBadLayout, "gemm.rebind", "weight", reason.sentence, "a weight that the warp kernel takes");
+  impl_->weight = weight;
+  impl_->ordinary_next.store(true, std::memory_order_release);
+  for (std::size_t b = 0; b < impl_->kernels.size(); ++b)
+    if (impl_->kernels[b]) impl_->maps[b] = warp_tensor_map(weight, impl_->kernels[b]->tactic);
+}
+
+std::vector<CompileKey> PreparedWarpSplitK::keys() const {
+  std::vector<CompileKey> all;
+  for (const auto& kernel : impl_->kernels)
+    if (kernel) all.push_back(kernel->compiled->key);
+  return all;
+}
+
+}  // namespace twostep

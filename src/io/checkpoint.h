@@ -1,0 +1,51 @@
+// A drafter checkpoint: its config, and views of its mapped tensors (spec: drafter 3).
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <string>
+#include <vector>
+
+#include "io/drafter_config.h"
+#include "io/safetensors.h"
+
+namespace twostep {
+
+struct ExpectedTensor {
+  std::string name;  // without a leading "model."
+  std::vector<std::int64_t> shape;
+  std::string fields;       // the config fields that give the shape
+  bool may_be_f32 = false;  // norms and the confidence head; all else is BF16
+};
+
+// The table of 3.1 for a config. The confidence head is in it where the config says that there is one.
+std::vector<ExpectedTensor> expected_tensors(const DrafterConfig& config, bool with_embedding);
+
+// Tensors that the target lends: embed_tokens.weight and lm_head.weight, each [vocab_size, hidden_size].
+std::vector<ExpectedTensor> target_tensors(const DrafterConfig& config);
+
+class Checkpoint {
+ public:
+  // Opens config.json, the drafter's safetensors and, where present, target.safetensors of `folder`. Nothing is
+  // copied; pages are read when they are used.
+  static Checkpoint open(const std::filesystem::path& folder);
+
+  // The same from sets that are already open. A leading "model." is removed from the drafter's names. Throws one
+  // Error that lists every missing, unexpected and wrongly shaped tensor, with file, offset, found and expected:
+  // kDataError, or kUnsupported where dtypes or scale tensors are the only fault. An unset confidence field of
+  // the config is set as the tensors say.
+  Checkpoint(DrafterConfig config, TensorSet drafter, TensorSet target, std::string source);
+
+  const DrafterConfig& config() const { return config_; }
+  const TensorSet& tensors() const { return tensors_; }  // of the drafter, and what the target lends
+
+  // A tensor by its name of 3.1. Throws kDataError where the checkpoint has none.
+  const StoredTensor& tensor(const std::string& name) const;
+
+ private:
+  DrafterConfig config_;
+  TensorSet tensors_;
+  std::string source_;
+};
+
+}  // namespace twostep

@@ -1,0 +1,89 @@
+#include "jit/kernel_cache.h"
+
+#include <chrono>
+#include <map>
+#include <mutex>
+#include <utility>
+
+#include "core/log.h"
+
+namespace twostep {
+namespace {
+
+constexpr const char* kPlace = "jit.load";
+constexpr int kAttributeStaticSmem = 1;
+constexpr int kAttributeLocalBytes = 3;
+constexpr int kAttributeRegisters = 4;
+constexpr int kAttributeMaxDynamicSmem = 8;
+
+struct Table {
+  std::mutex mutex;
+  std::map<std::pair<CUcontext, std::string>, std::shared_ptr<const CompiledKernel>> kernels;  // by source hash
+};
+
+Table& table() {
+  static auto* const instance = new Table;
+  return *instance;
+}
+
+CompiledKernel load(const CompileRequest& request, const Built& built, int smem_bytes, CUmodule* module) {
+  CompiledKernel kernel;
+  kernel.key = built.key;
+  TWOSTEP_CUDA_CHECK(cuModuleLoadDataEx(module, built.cubin->bytes.data(), 0, nullptr, nullptr), kPlace);
+  try {
+    TWOSTEP_CUDA_CHECK(cuModuleGetFunction(&kernel.function, *module, request.entry.c_str()), kPlace);
+    // With lazy loading, asking for attributes is what loads the code.
+    const auto attribute = [&](int id) {
+      int value = 0;
+      TWOSTEP_CUDA_CHECK(cuFuncGetAttribute(&value, id, kernel.function), kPlace);
+      return value;
+    };
+    kernel.registers = attribute(kAttributeRegisters);
+    kernel.local_bytes = attribute(kAttributeLocalBytes);
+    kernel.static_smem_bytes = attribute(kAttributeStaticSmem);
+    TWOSTEP_CUDA_CHECK(cuFuncSetAttribute(kernel.function, kAttributeMaxDynamicSmem, smem_bytes), kPlace);
+  } catch (...) {
+    driver().cuModuleUnload(*module);
+    throw;
+  }
+  return kernel;
+}
+
+}  // namespace
+
+std::shared_ptr<const CompiledKernel> load_kernel(const CompileRequest& request, int smem_bytes,
+                                                  const BuildOptions& options, LoadReport* report) {
+  const auto start = std::chrono::steady_clock::now();
+  CUcontext context = nullptr;
+  TWOSTEP_CUDA_CHECK(cuCtxGetCurrent(&context), kPlace);
+  const std::pair slot{context, source_hash(request)};
+  LoadReport local;
+  LoadReport& said = report ? *report : local;
+  said = {};
+  {
+    const std::lock_guard guard(table().mutex);
+    if (auto it = table().kernels.find(slot); it != table().kernels.end()) return it->second;
+  }
+  Built built = build_cubin(request, options);
+  said.from = built.from;
+  const RelaxedCapture relaxed;
+  CUmodule module = nullptr;
+  std::shared_ptr<const CompiledKernel> kernel;
+  try {
+    kernel = std::make_shared<const CompiledKernel>(load(request, built, smem_bytes, &module));
+  } catch (const Error& error) {
+    if (error.code() != StatusCode::kDeviceError || built.from == BuiltFrom::kCompiled) throw;
+    log_warn(std::string("jit.load: cached build refused, built anew: ") + error.what());
+    discard_build(request, built, options);
+    built = build_cubin(request, options);
+    said.from = built.from;
+    kernel = std::make_shared<const CompiledKernel>(load(request, built, smem_bytes, &module));
+  }
+  said.milliseconds = std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - start).count();
+  const std::lock_guard guard(table().mutex);
+  const auto [it, first] = table().kernels.emplace(slot, kernel);
+  if (!first) driver().cuModuleUnload(module);  // another thread was faster: its kernel is the one that runs
+  return it->second;
+}
+
+}  // namespace twostep

@@ -1,0 +1,115 @@
+#include "measure/check_gemm.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <random>
+#include <set>
+#include <thread>
+
+namespace twostep {
+namespace {
+
+// A plan, and the row counts for which it is asked.
+struct Engine {
+  std::string name;
+  DraftGemm plan;
+  std::vector<int> rows;
+};
+
+bool aligned(const Placement& at, int m) {
+  const bool strides = m == 1 || (at.x_stride % 8 == 0 && at.out_stride % 8 == 0);
+  return strides && at.x_offset % 8 == 0 && at.out_offset % 8 == 0;
+}
+
+// Buckets compile at the same time. What fails shows in kind() and why().
+void prepare_all(DraftGemm& plan, const std::vector<int>& rows) {
+  std::set<int> firsts;
+  std::vector<std::thread> threads;
+  for (const int m : rows)
+    if (m <= kMaxWarpRows && firsts.insert((m + kRowBucket - 1) / kRowBucket).second)
+      threads.emplace_back([&plan, m] {
+        try {
+          plan.prepare(m);
+        } catch (const Error&) {  // thrown again by the prepare of check_row, where it is reported
+        }
+      });
+  for (auto& thread : threads) thread.join();
+}
+
+std::string check_row(ValueCase& values, Engine& engine, int m, Data data, std::uint64_t seed, CheckReport& report) {
+  try {
+    engine.plan.prepare(m);
+    const TensorView& w = values.weight();
+    const Placement at = placement_of(w.shape[0], w.shape[1], m, seed);
+    const CaseRun run = values.run(engine.plan, m, at);
+    ++report.runs;
+    report.warp_runs += run.ran == Kind::kWarp;
+    if (run.ran != run.said) return fmt::format("kind said {}, {} ran", kind_name(run.said), kind_name(run.ran));
+    if (aligned(at, m) && run.said != engine.plan.kind(m))
+      return fmt::format("kind(m) is {}, {} took aligned operands", kind_name(engine.plan.kind(m)),
+                         kind_name(run.said));
+    if (data == Data::kNormal) {
+      report.worst = std::max(report.worst, run.errors.worst);
+      report.norm = std::max(report.norm, run.errors.norm);
+    }
+    return broken_rule(run.errors, data);
+  } catch (const Error& error) {
+    return error.what();
+  }
+}
+
+}  // namespace
+
+std::vector<int> rows_to_check(std::int64_t n, std::int64_t k, bool quick) {
+  constexpr std::int64_t kLarge = 200'000'000;  // products of one row
+  if (quick) return {1, 7, 8, 9, 16, 17, 33, 64, 65};
+  if (n * k > kLarge) return {1, 7, 8, 9, 15, 16, 17, 31, 32, 33, 56, 63, 64, 65};
+  std::vector<int> all;
+  for (int m = 1; m <= kMaxWarpRows + 1; ++m) all.push_back(m);
+  return all;
+}
+
+Placement placement_of(std::int64_t n, std::int64_t k, int m, std::uint64_t seed) {
+  std::seed_seq mix{static_cast<std::uint64_t>(n), static_cast<std::uint64_t>(k), static_cast<std::uint64_t>(m), seed};
+  std::mt19937_64 random(mix);
+  const auto below = [&](std::uint64_t limit) { return static_cast<std::int64_t>(random() % limit); };
+  const std::int64_t style = below(8);
+  if (style < 3) return packed_placement(n, k);
+  const auto wide = [&](std::int64_t width) { return (width + 7) / 8 * 8 + 8 * below(9); };
+  if (style < 7) return {wide(k), 8 * below(3), wide(n), 8 * below(3)};
+  return {k + below(9), below(8), n + below(9), below(8)};
+}
+
+CheckReport check_shape(ValueCase& values, const std::vector<int>& rows, std::uint64_t seed) {
+  CheckReport report;
+  std::vector<Engine> engines;
+  engines.push_back({"served", DraftGemm(values.weight()), rows});
+  prepare_all(engines.front().plan, rows);
+  if (values.weight().device.is_cuda()) {
+    Engine pinned{"pinned to warp", DraftGemm(values.weight()), {}};
+    for (const int m : rows) {
+      if (engines.front().plan.why_code(m) != WhyCode::kCublasFaster) continue;
+      pinned.plan.pin(m, Kind::kWarp);
+      pinned.rows.push_back(m);
+    }
+    prepare_all(pinned.plan, pinned.rows);
+    Options fallback;
+    fallback.warp = false;
+    Engine cublas{"cublas", DraftGemm(values.weight(), fallback), {}};
+    std::copy_if(rows.begin(), rows.end(), std::back_inserter(cublas.rows),
+                 [](int m) { return m == 1 || m == 8 || m == 17 || m == 64; });
+    engines.push_back(std::move(pinned));
+    engines.push_back(std::move(cublas));
+  }
+  for (const Data data : {Data::kNormal, Data::kIntegers}) {
+    values.set_data(data, seed);
+    for (Engine& engine : engines)
+      for (const int m : engine.rows)
+        if (auto sentence = check_row(values, engine, m, data, seed, report); !sentence.empty())
+          report.failures.push_back({m, data, engine.name, std::move(sentence)});
+  }
+  return report;
+}
+
+}  // namespace twostep

@@ -1,0 +1,39 @@
+// Values of DraftGemm on every engine that serves a shape, over many row counts and layouts (spec: draft-gemm 15).
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "measure/values.h"
+
+namespace twostep {
+
+// 1..64 and one beyond; for weights that are large, or `quick`, the edges of buckets alone.
+std::vector<int> rows_to_check(std::int64_t n, std::int64_t k, bool quick);
+
+// Depends on its arguments alone, so that one row count is replayed as it was: packed, wide rows, or rows and
+// addresses that only the fallback takes.
+Placement placement_of(std::int64_t n, std::int64_t k, int m, std::uint64_t seed);
+
+struct CheckFailure {
+  int m = 0;
+  Data data = Data::kNormal;
+  std::string engine;    // "served", "cublas", "pinned to warp"
+  std::string sentence;  // what is wrong
+};
+
+struct CheckReport {
+  int runs = 0;
+  int warp_runs = 0;
+  double worst = 0;  // of the bound of 1.4 (a), normal data
+  double norm = 0;   // 1.4 (b)
+  std::vector<CheckFailure> failures;
+};
+
+// Runs normal data (1.4 a, b) and integers (1.4 c) for each row count: as DraftGemm serves it, on cuBLAS, and on
+// the warp kernel where the table prefers cuBLAS. Asserts that what ran is what kind() said. A thrown Error is a
+// failure of its row count.
+CheckReport check_shape(ValueCase& values, const std::vector<int>& rows, std::uint64_t seed);
+
+}  // namespace twostep

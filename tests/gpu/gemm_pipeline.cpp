@@ -1,0 +1,161 @@
+// The copy ring and the dependency wait under provocation, and the proof that each rule is needed: a kernel built
+// with the rule turned off must fail the same test (draft-gemm 4.6, 7.2, 15.4).
+//
+// TWOSTEP_TEST_FAULT names the rule to turn off; it is set by GemmFaults below, in a child, for a fault may hang.
+#include <gtest/gtest.h>
+
+#include "child.h"
+#include "cuda/launch.h"
+#include "gemm_fixture.h"
+
+namespace twostep::test {
+namespace {
+
+using GemmPipeline = GpuTest;
+using GemmFaults = GpuTest;
+
+// Faulty kernels are debug builds: a wait that never ends traps and says where, so that the GPU is free again.
+TestSwitches switches() {
+  static const std::string fault = variable("TWOSTEP_TEST_FAULT");
+  if (fault.empty()) return {};
+  return {fault.c_str(), true};
+}
+
+// Many runs into outputs of their own, all checked at the end.
+void expect_equal_runs(const RawKernel& kernel, const Matrix& x, std::int64_t n, int runs, const HostMatrix& expected,
+                       Stream stream) {
+  const std::int64_t m = x.rows();
+  Matrix outs(m * runs, n);
+  for (int i = 0; i < runs; ++i) {
+    auto* first = static_cast<std::uint16_t*>(outs.data()) + i * m * n;
+    kernel.launch(x.view(), TensorView::matrix(first, m, n, Device::cuda(kDevice)), stream);
+  }
+  const HostMatrix all = outs.get();
+  HostMatrix one(m, n);
+  for (int i = 0; i < runs && !testing::Test::HasFailure(); ++i) {
+    SCOPED_TRACE(testing::Message() << "run " << i);
+    std::copy_n(all.bits.begin() + i * m * n, m * n, one.bits.begin());
+    expect_exact(one, expected);
+  }
+}
+
+TEST_F(GemmPipeline, ten_thousand_runs_beside_host_traffic_are_one_result_G16) {
+  TWOSTEP_REST_IN_CHILD(60);
+  const std::int64_t n = 256, k = 7168, bytes = 1 << 20;
+  const Linear linear(n, k);
+  const HostMatrix values = integers(64, k, 2);
+  const Matrix x(values);
+  const HostMatrix expected = exact_product(values, linear.host);
+  void* pinned = nullptr;
+  TWOSTEP_CUDA_CHECK(cuMemAllocHost(&pinned, bytes), "test");
+  const OwnedStream beside;
+  for (int cluster_n : {1, 2}) {
+    const RawKernel slow(linear.weight, 64, slow_reader(64, cluster_n), switches());
+    for (int round = 0; round < 5 && !HasFailure(); ++round) {
+      host_traffic(pinned, bytes, 20000, beside.view());
+      expect_equal_runs(slow, x, n, 100, expected, stream());
+    }
+  }
+  const RawKernel chosen(linear.weight, 64, warp_tactic(64, n, k, device_facts(kDevice)), switches());
+  for (int round = 0; round < 9 && !HasFailure(); ++round) {
+    host_traffic(pinned, bytes, 20000, beside.view());
+    expect_equal_runs(chosen, x, n, 1000, expected, stream());
+  }
+  synchronize();
+  TWOSTEP_CUDA_CHECK(cuMemFreeHost(pinned), "test");
+}
+
+TEST_F(GemmPipeline, debug_build_gives_the_same_result_beside_host_traffic_G16) {
+  TWOSTEP_REST_IN_CHILD(30);
+  const std::int64_t n = 256, k = 7168;
+  const Linear linear(n, k);
+  const HostMatrix values = integers(64, k, 2);
+  const Matrix x(values);
+  for (int cluster_n : {1, 2}) {
+    const RawKernel kernel(linear.weight, 64, slow_reader(64, cluster_n), {"kNone", true});
+    expect_equal_runs(kernel, x, n, 200, exact_product(values, linear.host), stream());
+  }
+}
+
+TEST_F(GemmPipeline, a_stage_is_freed_only_after_all_have_read_it_G18) {
+  TWOSTEP_REST_IN_CHILD(60);
+  const std::int64_t n = 256, k = 15360;
+  const Linear linear(n, k);
+  const HostMatrix values = integers(64, k, 2);
+  const Matrix x(values);
+  const HostMatrix expected = exact_product(values, linear.host);
+  for (int cluster_n : {1, 2}) {
+    const RawKernel slow(linear.weight, 64, slow_reader(64, cluster_n), switches());
+    expect_equal_runs(slow, x, n, 256, expected, stream());
+  }
+  const RawKernel chosen(linear.weight, 64, warp_tactic(64, n, k, device_facts(kDevice)), switches());
+  expect_equal_runs(chosen, x, n, 1024, expected, stream());
+}
+
+TEST_F(GemmPipeline, every_element_uses_what_the_predecessor_wrote_late_G19) {
+  TWOSTEP_REST_IN_CHILD(30);
+  const std::int64_t n = 1040, k = 1536;
+  const int m = 16;
+  const Linear linear(n, k);
+  const Matrix stale(integers(m, k, 3));
+  const HostMatrix values = integers(m, k, 2);
+  const Matrix fresh(values), x(m, k), out(m, n);
+  const HostMatrix expected = exact_product(values, linear.host);
+  for (const Tactic& tactic : {warp_tactic(m, n, k, device_facts(kDevice)), slow_reader(m), slow_reader(m, 4)}) {
+    const RawKernel kernel(linear.weight, m, tactic, switches());
+    write_late(x, stale, m * k, 0, stream());
+    write_late(x, fresh, m * k, 100, stream());
+    kernel.launch(x.view(), out.view(), stream(), true);
+    expect_exact(out.get(), expected);
+  }
+}
+
+TEST_F(GemmPipeline, a_chain_neither_reads_too_early_nor_is_overwritten_too_early_G21) {
+  TWOSTEP_REST_IN_CHILD(30);
+  const std::int64_t n = 32, k = 1536;
+  const int m = 8, rounds = 200;
+  const Linear linear(n, k);
+  const HostMatrix values = integers(m, k, 2);
+  const Matrix fresh(values), other(integers(m, k, 3)), x(m, k);
+  const RawKernel kernel(linear.weight, m, warp_tactic(m, n, k, device_facts(kDevice)), switches());
+  Matrix outs(m * rounds, n);
+  for (int i = 0; i < rounds; ++i) {
+    auto* first = static_cast<std::uint16_t*>(outs.data()) + i * m * n;
+    write_late(x, fresh, m * k, 2, stream(), i > 0);
+    kernel.launch(x.view(), TensorView::matrix(first, m, n, Device::cuda(kDevice)), stream(), true);
+    write_late(x, other, m * k, 0, stream(), true);
+  }
+  const HostMatrix all = outs.get();
+  const HostMatrix expected = exact_product(values, linear.host);
+  HostMatrix one(m, n);
+  for (int i = 0; i < rounds && !HasFailure(); ++i) {
+    std::copy_n(all.bits.begin() + i * m * n, m * n, one.bits.begin());
+    expect_exact(one, expected);
+  }
+}
+
+// The test fails for the right reason: wrong values, a wait that never ends, or a hang.
+void expect_fails(const std::string& test, const std::string& fault) {
+  const ChildResult child = run_child("GemmPipeline." + test, {{"TWOSTEP_TEST_FAULT", fault}}, 20);
+  EXPECT_FALSE(child.passed) << "the test does not see " << fault << "\n" << child.output;
+  const bool wrong_values = child.output.find("differs from the exact product") != std::string::npos;
+  const bool stuck = child.output.find("warp_split_k: CTA") != std::string::npos;
+  const bool broken = child.output.find("CUDA_ERROR_") != std::string::npos;  // what a trap or a bad barrier gives
+  EXPECT_TRUE(wrong_values || stuck || broken || child.timed_out) << child.output;
+}
+
+TEST_F(GemmFaults, a_kernel_without_dependency_wait_fails_G19) {
+  expect_fails("every_element_uses_what_the_predecessor_wrote_late_G19", "kNoDependencyWait");
+}
+TEST_F(GemmFaults, a_kernel_without_dependency_wait_fails_G21) {
+  expect_fails("a_chain_neither_reads_too_early_nor_is_overwritten_too_early_G21", "kNoDependencyWait");
+}
+TEST_F(GemmFaults, a_kernel_that_releases_early_fails_G18) {
+  expect_fails("a_stage_is_freed_only_after_all_have_read_it_G18", "kEarlyRelease");
+}
+TEST_F(GemmFaults, a_kernel_that_polls_the_wrong_parity_fails_G16) {
+  expect_fails("ten_thousand_runs_beside_host_traffic_are_one_result_G16", "kWrongParity");
+}
+
+}  // namespace
+}  // namespace twostep::test
