@@ -29,6 +29,7 @@ struct BenchOptions {
   std::string rows = "1,8,16,32,64";
   std::string json;
   std::string device = "auto";
+  bool strict = false;
   bool sweep = false;
   int candidates = 40;
   std::string table;
@@ -38,6 +39,7 @@ std::string command_of(const BenchOptions& options) {
   std::string text = fmt::format("{} --device {} --rows {}", kPlace, options.device, options.rows);
   if (options.shapes.empty()) text += fmt::format(" --model {} --tp {}", options.model, options.tp);
   for (const std::string& shape : options.shapes) text += " --shape " + shape;
+  if (options.strict) text += " --strict";
   if (options.sweep) text += fmt::format(" --sweep --candidates {}", options.candidates);
   return text;
 }
@@ -137,7 +139,7 @@ int bench_on_cpu(const BenchOptions& options) {
   const Machine machine = this_machine(command_of(options));
   Progress progress("bench");
   progress.update(0, 1, "read bandwidth");
-  const double rate = host_read_rate();
+  const double rate = HostStream().rate();
   std::vector<BenchRow> rows;
   for (const GemmCase& item : cases)
     for (const int m : row_counts) {
@@ -163,7 +165,9 @@ int bench_on_gpu(const BenchOptions& options, int index) {
     Progress progress("bench");
     for (const GemmCase& item : cases) {
       progress.update(rows.size(), cases.size() * row_counts.size(), fmt::format("{},{}", item.n, item.k));
-      GemmBench bench(device, item.n, item.k, *std::max_element(row_counts.begin(), row_counts.end()));
+      Options plan;
+      plan.strict = options.strict;
+      GemmBench bench(device, item.n, item.k, *std::max_element(row_counts.begin(), row_counts.end()), plan);
       bench.describe_under_load(machine);
       for (const int m : row_counts) {
         rows.push_back(bench.measure(m, true));
@@ -257,6 +261,7 @@ void add_bench(CLI::App& app, int& exit_code) {
   gemm->add_option("--rows", options->rows, "Row counts and ranges: 1,8,16-20")->capture_default_str();
   gemm->add_option("--json", options->json, "Write one JSON line for each row and chain");
   gemm->add_option("--device", options->device, "auto, cpu, cuda:0, ..")->capture_default_str();
+  gemm->add_flag("--strict", options->strict, "Plans whose rows have the same bits for every M");
   auto* sweep = gemm->add_flag("--sweep", options->sweep, "Search tactics for the bucket of each row count");
   gemm->add_option("--candidates", options->candidates, "Tactics that a sweep tries for one bucket")
       ->check(CLI::Range(1, 10000))

@@ -6,7 +6,6 @@
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <optional>
-#include <thread>
 
 #include "cli/commands.h"
 #include "cli/progress.h"
@@ -17,6 +16,7 @@
 #include "drafter/reference.h"
 #include "io/checkpoint.h"
 #include "io/synth.h"
+#include "measure/bench_host.h"
 #include "twostep/gemm.h"
 #if TWOSTEP_CUDA
 #include "measure/draft_step.h"
@@ -73,38 +73,10 @@ LinearError compare(const StepLinear& linear, const Checkpoint& checkpoint, std:
 
 // ---- CPU
 
-// Memory that no cache holds, and the time that all cores need to read it.
-class HostStream {
- public:
-  HostStream() {
-    const long cache = ::sysconf(_SC_LEVEL3_CACHE_SIZE);
-    words_.assign(std::max<std::size_t>(256 << 20, 4 * static_cast<std::size_t>(std::max(cache, 0L))) / 8, 1);
-  }
-  double bytes() const { return static_cast<double>(words_.size() * 8); }
-  void read() {
-    const std::size_t parts = std::max(1u, std::thread::hardware_concurrency());
-    std::vector<std::uint64_t> sums(parts);
-    std::vector<std::thread> threads;
-    for (std::size_t p = 0; p < parts; ++p)
-      threads.emplace_back([&, p] {
-        std::uint64_t sum = 0;
-        for (std::size_t i = p * words_.size() / parts; i < (p + 1) * words_.size() / parts; ++i) sum += words_[i];
-        sums[p] = sum;
-      });
-    for (auto& thread : threads) thread.join();
-    std::uint64_t total = 0;
-    for (const std::uint64_t sum : sums) total += sum;
-    if (total != words_.size()) fail(StatusCode::kInternal, kPlace, "stream", std::to_string(total), "a sum of ones");
-  }
-
- private:
-  std::vector<std::uint64_t> words_;
-};
-
 // One linear at a time, so that the memory of the largest weight is enough.
 Step run_on_cpu(const std::vector<StepLinear>& linears, const Checkpoint& checkpoint, const DraftOptions& options) {
-  HostStream stream;
-  const double bytes_per_us = stream.bytes() / time_host(1, 5, [&] { stream.read(); }).median;
+  const HostStream stream;
+  const double bytes_per_us = stream.rate();
   Step step;
   step.device = "cpu";
   step.protocol = "each linear alone, caches filled with other memory before each sample; step = sum";

@@ -77,18 +77,20 @@ struct Layout {
   static_assert(kSmemBytes == C::kSmemBytes, "host and device disagree about shared memory");
 };
 
+// A template, so that only a debug build holds its text.
+template <bool kDebug>
+__device__ void report_stuck(int stage) {
+  printf("warp_split_k: CTA %d thread %d: stage %d did not complete\n", blockIdx.x, threadIdx.x, stage);
+  __trap();
+}
+
 // Waits for a phase. In debug builds the wait is bounded and says where it stuck.
 template <class C>
-__device__ inline void wait_phase(u32 barrier, u32 parity, const char* what, int stage) {
+__device__ inline void wait_phase(u32 barrier, u32 parity, int stage) {
   u64 tries = 0;
-  while (!barrier_try_wait(barrier, parity)) {
-    if constexpr (C::kDebug) {
-      if (++tries > (1ull << 22)) {
-        printf("warp_split_k: CTA %d thread %d: no %s in stage %d\n", blockIdx.x, threadIdx.x, what, stage);
-        __trap();
-      }
-    }
-  }
+  while (!barrier_try_wait(barrier, parity))
+    if constexpr (C::kDebug)
+      if (++tries > (1ull << 22)) report_stuck<C::kDebug>(stage);
 }
 
 // ---- Load: one warp. Stage `t` of the ring takes columns t * kTileK.. of w and x.
@@ -158,7 +160,7 @@ __device__ inline void load(const Loader<C>& loader, u32 empty) {
   u32 parity = 0;
   for (int t = kAhead; t < L::kTiles; ++t) {
     // Protects the tile that is still in this stage: every warp, of every CTA that x is sent to, has read it.
-    wait_phase<C>(empty + stage * 8, C::kFault == Fault::kWrongParity ? parity ^ 1 : parity, "reader", stage);
+    wait_phase<C>(empty + stage * 8, C::kFault == Fault::kWrongParity ? parity ^ 1 : parity, stage);
     loader.load_w(t, stage);
     loader.load_x(t, stage);
     if (++stage == C::kStages) {
@@ -196,12 +198,16 @@ __device__ inline void multiply_box(float (&sum)[Layout<C>::kRowBlocks][Layout<C
   }
 }
 
-// Lets the stage be loaded again, if a tile is left for it: a CTA is then still there to hear it.
+// Lets the stage be loaded again, if a tile is left for it: a CTA is then still there to hear it. One lane speaks for
+// its warp. In debug builds each lane speaks for its own reads: racecheck follows those, and not what the lanes of a
+// converged warp owe to each other.
 template <class C>
 __device__ inline void release_stage(u32 empty, int t, int lane) {
   if (t + C::kStages >= Layout<C>::kTiles) return;
   if constexpr (C::kClusterN == 1) {
-    if (lane == 0) barrier_arrive(empty);
+    if (C::kDebug || lane == 0) barrier_arrive(empty);
+  } else if constexpr (C::kDebug) {
+    for (int rank = 0; rank < C::kClusterN; ++rank) barrier_arrive_remote(empty, rank);
   } else {
     if (lane < C::kClusterN) barrier_arrive_remote(empty, lane);
   }
@@ -215,7 +221,7 @@ __device__ inline void multiply(float (&sum)[Layout<C>::kRowBlocks][Layout<C>::k
   u32 parity = 0;
   for (int t = 0; t < L::kTiles; ++t) {
     const u32 w = ring + stage * L::kStageBytes;
-    wait_phase<C>(full + stage * 8, parity, "tile", stage);  // its bytes have arrived
+    wait_phase<C>(full + stage * 8, parity, stage);  // its bytes have arrived
     if constexpr (C::kFault == Fault::kEarlyRelease) release_stage<C>(empty + stage * 8, t, lane);
     const int boxes = (C::kK - t * C::kTileK) / L::kBoxColumns;  // left in the matrix
 #pragma unroll
@@ -285,7 +291,7 @@ __device__ inline void warp_split_k(const Params& p, const TensorMap* map) {
       if constexpr (C::kLoad == Load::kTiles) tensor_map_prefetch(map);
       for (int s = 0; s < C::kStages; ++s) {
         barrier_init(full + s * 8, 1);
-        barrier_init(empty + s * 8, C::kWarps * C::kClusterN);
+        barrier_init(empty + s * 8, C::kWarps * C::kClusterN * (C::kDebug ? 32 : 1));
       }
       barrier_init_fence();
     }

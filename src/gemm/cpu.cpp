@@ -204,8 +204,8 @@ void* panel_of(const CpuPath& path, std::int64_t m, std::int64_t k) {
   return panel.data();
 }
 
-// Below this many products a second thread costs more than it brings.
-constexpr std::int64_t kSerialProducts = 1 << 17;
+// Below this many products, some 30 us of one core, a second thread costs more than it brings.
+constexpr std::int64_t kSerialProducts = 1 << 21;
 
 }  // namespace
 

@@ -180,18 +180,21 @@ std::vector<Tactic> valid_tactics(int m, std::int64_t n, std::int64_t k, const D
 // A model of bytes and launches, fitted to nothing finer than the probes in docs/notes: it separates good from
 // bad, not best from second.
 double model_us(const Tactic& t, int m, std::int64_t n, std::int64_t k, const DeviceFacts& facts) {
-  constexpr double kDeviceRate = 4.6e6;   // bytes per microsecond, all SMs
-  constexpr double kSmRate = 6.0e4;       // what one SM can take in
-  constexpr double kL2Rate = 5.0e6;       // x, read again by every CTA
-  constexpr double kInFlight = 64 << 10;  // bytes per SM that keep the memory busy
+  constexpr double kDeviceRate = 4.6e6;    // bytes per microsecond, all SMs
+  constexpr double kSmRate = 6.0e4;        // what one SM can take in
+  constexpr double kL2Rate = 5.0e6;        // x, read again by every CTA
+  constexpr double kInFlight = 128 << 10;  // bytes per SM that keep the memory busy
   const double ctas = static_cast<double>(warp_grid(t, n));
   const double tile_bytes = 2.0 * t.tile_n * static_cast<double>(k);
   const double total = 2.0 * static_cast<double>(n) * static_cast<double>(k);
   const double rounds = std::ceil(ctas / facts.sm_count);
   const double resident = std::min<double>(t.ctas_per_sm, rounds);
   const double in_flight = resident * std::min(tile_bytes, 2.0 * t.stages * t.tile_n * t.tile_k);
-  const double hidden = std::min(1.0, in_flight / kInFlight);
-  const double stream = std::max(total / kDeviceRate, rounds * tile_bytes / kSmRate) / hidden;
+  const double hidden = std::pow(std::min(1.0, in_flight / kInFlight), 0.3);
+  // A ring that turns ties the weight streams of CTAs that share x to the slowest of them.
+  const bool turns = static_cast<std::int64_t>(t.stages) * t.tile_k < k;
+  const double tied = turns ? 1.0 + 0.06 * (t.cluster_n - 1) : 1.0;
+  const double stream = std::max(total / kDeviceRate, rounds * tile_bytes / kSmRate) * std::min(tied, 1.25) / hidden;
   const double x_traffic = ctas * bucket_of(m) * 2.0 * static_cast<double>(k) / t.cluster_n / kL2Rate;
   const double tail = 0.8 + 0.02 * t.k_slices * bucket_of(m) * t.tile_n / 64.0 / t.warps;
   const double steps = std::ceil(static_cast<double>(k) / t.tile_k) * 0.02;  // a barrier round each

@@ -29,7 +29,7 @@ int number_before(std::string_view line, std::string_view label) {
 }  // namespace
 
 std::vector<std::string> compile_options(const CompileRequest& request) {
-  return {"--gpu-architecture=" + request.arch, "--std=c++20", "--device-as-default-execution-space",
+  return {"--gpu-architecture=" + request.arch, "--std=c++20",
           "--ptxas-options=-v"};
 }
 

@@ -35,11 +35,12 @@ void compile_all(const std::vector<Candidate>& candidates, int m, std::int64_t n
 
 }  // namespace
 
-GemmBench::GemmBench(const MeasureDevice& device, std::int64_t n, std::int64_t k, int max_rows)
+GemmBench::GemmBench(const MeasureDevice& device, std::int64_t n, std::int64_t k, int max_rows, const Options& options)
     : device_(device),
       n_(n),
       k_(k),
       max_rows_(max_rows),
+      options_(options),
       ring_(plan_ring(2 * n * k)),
       values_(device, n, k, max_rows),
       more_weights_(static_cast<std::size_t>(ring_.weights - 1) * static_cast<std::size_t>(n * k) * 2),
@@ -82,13 +83,14 @@ ChainTimer::Enqueue GemmBench::rotate(int rows, Product product) const {
 }
 
 BenchRow GemmBench::measure(int rows, bool isolated, Replays replays) {
-  prepare(ours_, rows, {});
+  prepare(ours_, rows, options_);
   DraftGemm& first = ours_.front();
   BenchRow row;
   row.n = n_;
   row.k = k_;
   row.rows = rows;
   row.ring = ring_;
+  row.strict = options_.strict;
   row.kind = first.kind(rows);
   row.why_code = why_name(first.why_code(rows));
   row.why = first.why(rows);

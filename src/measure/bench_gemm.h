@@ -23,7 +23,8 @@ class GemmBench {
  public:
   // `device` must outlive the bench. Fills the weights. Throws kOutOfMemory, and kUnsupported where N or K is no
   // multiple of 8: weights and rows then lie too unevenly to follow each other in one buffer.
-  GemmBench(const MeasureDevice& device, std::int64_t n, std::int64_t k, int max_rows);
+  // `options` are those of our plans; the baseline is cuBLAS in any case.
+  GemmBench(const MeasureDevice& device, std::int64_t n, std::int64_t k, int max_rows, const Options& options = {});
 
   // Checks values, then times ours, cuBLAS and the limit in the early chain and, if asked, in the isolated one.
   // Values that break draft-gemm 1.4 are kInternal: a wrong kernel has no speed.
@@ -45,6 +46,7 @@ class GemmBench {
   const MeasureDevice& device_;
   std::int64_t n_, k_;
   int max_rows_;
+  Options options_;
   Ring ring_;
   CudaCase values_;  // its weight is the first of the ring
   DeviceBuffer more_weights_, x_, out_;

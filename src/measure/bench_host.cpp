@@ -1,5 +1,7 @@
 #include "measure/bench_host.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <cstddef>
 
@@ -7,18 +9,23 @@
 
 namespace twostep {
 
-double host_read_rate() {
-  constexpr std::size_t kWords = std::size_t{1} << 27;  // 1 GiB
-  const std::vector<std::uint64_t> buffer(kWords, 1);
-  const auto read = [&] {
-    std::uint64_t sum = 0;
-    const std::uint64_t* words = buffer.data();
+HostStream::HostStream() {
+  const long cache = ::sysconf(_SC_LEVEL3_CACHE_SIZE);
+  words_.assign(std::max<std::size_t>(512u << 20, 4 * static_cast<std::size_t>(std::max(cache, 0L))) / 8, 1);
+}
+
+void HostStream::read() const {
+  std::uint64_t sum = 0;
+  const std::uint64_t* words = words_.data();
+  const std::size_t count = words_.size();
 #pragma omp parallel for simd reduction(+ : sum) schedule(static)
-    for (std::size_t i = 0; i < kWords; ++i) sum += words[i];
-    if (sum != kWords)
-      fail(StatusCode::kInternal, "measure.host_read_rate", "sum", std::to_string(sum), std::to_string(kWords));
-  };
-  return static_cast<double>(kWords * sizeof(std::uint64_t)) / time_host(1, 7, read).median;
+  for (std::size_t i = 0; i < count; ++i) sum += words[i];
+  if (sum != count)
+    fail(StatusCode::kInternal, "measure.HostStream", "sum", std::to_string(sum), std::to_string(count));
+}
+
+double HostStream::rate() const {
+  return static_cast<double>(words_.size() * 8) / time_host(1, 7, [&] { read(); }).median;
 }
 
 BenchRow bench_host(std::int64_t n, std::int64_t k, int rows, double read_rate) {

@@ -43,11 +43,8 @@ Json row_json(const BenchRow& row, const Chain& chain, const Machine& machine) {
   Json json;
   json["case"] = {{"model", row.model}, {"layer", row.layer}, {"tp", row.tp},        {"n", row.n},
                   {"k", row.k},         {"rows", row.rows},   {"dtype", "bfloat16"}, {"ranks", 1}};
-  json["choice"] = {{"kind", kind_name(row.kind)},
-                    {"tactic", row.tactic},
-                    {"key", row.key},
-                    {"why_code", row.why_code},
-                    {"why", row.why}};
+  json["choice"] = {{"kind", kind_name(row.kind)}, {"strict", row.strict}, {"tactic", row.tactic}, {"key", row.key},
+                    {"why_code", row.why_code},    {"why", row.why}};
   json["origin"] = {{"commit", machine.commit}, {"date", machine.date}, {"command", machine.command}};
   json["machine"] = {{"device", machine.device},
                      {"driver", machine.driver},
@@ -83,9 +80,12 @@ Json row_json(const BenchRow& row, const Chain& chain, const Machine& machine) {
 
 Ring plan_ring(std::int64_t weight_bytes) {
   constexpr std::int64_t kPastL2 = 240'000'000;        // four times the largest L2 that is meant
+  constexpr std::int64_t kLarge = 1'500'000'000;       // above this, copies are dear
   constexpr std::int64_t kGraphBytes = 4'000'000'000;  // about a millisecond of reading: replays stay short
   const std::int64_t bytes = std::max<std::int64_t>(weight_bytes, 1);
-  const auto weights = std::clamp<std::int64_t>((kPastL2 + bytes - 1) / bytes, 2, 128);
+  // Two large weights in turn would find a tenth of themselves in an L2 that does not replace the oldest first.
+  const std::int64_t least = bytes < kLarge ? 5 : 3;
+  const auto weights = std::clamp<std::int64_t>((kPastL2 + bytes - 1) / bytes, least, 128);
   const auto wanted = std::clamp<std::int64_t>(kGraphBytes / bytes, 4, 24);
   return {static_cast<int>(weights), static_cast<int>((wanted + weights - 1) / weights * weights)};
 }

@@ -36,7 +36,8 @@ struct BenchRow {
   Kind kind = Kind::kWarp;
   std::string tactic, key;    // empty where no kernel of ours ran
   std::string why_code, why;  // empty for 'warp'
-  std::string baseline;       // "cuBLASLt 13.0.2"; empty: none
+  bool strict = false;
+  std::string baseline;  // "cuBLASLt 13.0.2"; empty: none
   Ring ring;
   std::vector<Chain> chains;
   ValueErrors values;

@@ -77,6 +77,29 @@ TEST_F(GemmPipeline, debug_build_gives_the_same_result_beside_host_traffic_G16) 
   }
 }
 
+// In debug builds each lane releases what it has read, which a race checker can follow.
+TEST_F(GemmPipeline, debug_kernels_whose_ring_turns_are_exact) {
+  const std::int64_t n = 96, k = 1088;
+  const int m = 11;
+  const Linear linear(n, k);
+  const HostMatrix values = integers(m, k, 2);
+  const Matrix x(values);
+  const HostMatrix expected = exact_product(values, linear.host);
+  for (WeightLoad load : {WeightLoad::kRows, WeightLoad::kTiles})
+    for (int cluster_n : {1, 2})
+      for (int k_slices : {1, 2}) {
+        Tactic tactic;
+        tactic.weight_load = load;
+        tactic.cluster_n = cluster_n;
+        tactic.k_slices = k_slices;
+        tactic.tile_n = 64;
+        tactic.tile_k = 128;
+        tactic.stages = 2;
+        const RawKernel kernel(linear.weight, m, complete(tactic, m, device_facts(kDevice)), {"kNone", true});
+        expect_equal_runs(kernel, x, n, 2, expected, stream());
+      }
+}
+
 TEST_F(GemmPipeline, a_stage_is_freed_only_after_all_have_read_it_G18) {
   TWOSTEP_REST_IN_CHILD(60);
   const std::int64_t n = 256, k = 15360;

@@ -46,9 +46,14 @@ TEST_F(GemmPlan, preparing_one_row_count_prepares_its_bucket) {
   EXPECT_NE(gemm.keys()[0].name.find("gemm-n240-k1088-m16-sm_"), std::string::npos) << gemm.keys()[0].name;
 }
 
-TEST_F(GemmPlan, prepare_enqueues_nothing_and_waits_for_no_stream) {
+// The driver waits for running kernels when it loads code for the first time, whichever call loads it
+// (docs/notes/warp-split-k.md, 3). What is loaded already is prepared without a wait, and nothing is enqueued.
+TEST_F(GemmPlan, prepare_of_a_loaded_kernel_enqueues_nothing_and_waits_for_no_stream) {
   TWOSTEP_NEEDS_CUBLAS();
   const Linear linear(256, 1088);
+  DraftGemm first(linear.weight);
+  first.prepare(8, stream());
+  first.prepare(65, stream());
   DraftGemm gemm(linear.weight);
   sleep(0, stream());
   synchronize();
@@ -56,7 +61,7 @@ TEST_F(GemmPlan, prepare_enqueues_nothing_and_waits_for_no_stream) {
   const double warp_ms = milliseconds([&] { gemm.prepare(8, stream()); });
   const double cublas_ms = milliseconds([&] { gemm.prepare(65, stream()); });
   std::printf("prepare beside a busy stream: warp %.1f ms, cublas %.1f ms\n", warp_ms, cublas_ms);
-  EXPECT_LT(warp_ms + cublas_ms, 1900.0) << "prepare waited for the caller's stream";
+  EXPECT_LT(warp_ms + cublas_ms, 1000.0) << "prepare waited for the caller's stream";
   synchronize();
 }
 
