@@ -174,11 +174,11 @@ constexpr CpuPath kPath{"AVX2 FMA", available, false, panel_bytes, pack, multipl
 }  // namespace avx2
 #pragma GCC pop_options
 
-// Fastest first. Milliseconds at (7168, 7168), two threads of a Zen 4 that reads w in 2.2; oneDNN 2.6.3 beside them,
+// Fastest first. Milliseconds at (7168, 7168), two threads of a Zen 4 that reads w in 3.2; oneDNN 2.6.3 beside them,
 // which is slower at each M and does not promise that the bits of a row are those of any M, so no path is oneDNN's:
 //           BF16  AVX-512  AVX2  oneDNN
-//   M = 8    3.2    4.4     6.1     6.6
-//   M = 64  17.6   34.2    49.4    19.9
+//   M = 8    3.6    4.6     6.5     6.5
+//   M = 64  17.8   35.1    50.0    20.4
 constexpr CpuPath kAllPaths[] = {avx512_bf16::kPath, avx512::kPath, avx2::kPath, plain::kPath};
 #else
 constexpr CpuPath kAllPaths[] = {plain::kPath};
