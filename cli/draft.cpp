@@ -7,6 +7,7 @@
 #include <nlohmann/json.hpp>
 #include <optional>
 
+#include "cli/arguments.h"
 #include "cli/commands.h"
 #include "cli/progress.h"
 #include "core/check.h"
@@ -153,31 +154,12 @@ Step run_on_cuda(const std::vector<StepLinear>& linears, const Checkpoint& check
 }
 #endif
 
-// The CUDA ordinal, or none for the CPU.
-std::optional<int> pick_device(const std::string& device) {
-  if (device == "cpu") return std::nullopt;
-  int index = 0;
-  const bool named = device.starts_with("cuda:") && device.size() > 5 && device.size() < 9 &&
-                     std::all_of(device.begin() + 5, device.end(), [](char c) { return c >= '0' && c <= '9'; });
-  if (named) index = std::stoi(device.substr(5));
-  else if (device != "auto")
-    fail(StatusCode::kInvalidArgument, kPlace, "device", device, "auto, cpu, cuda:0, cuda:1, ..");
-  if (TWOSTEP_CUDA) return index;
-  if (named) fail(StatusCode::kUnavailable, kPlace, "device", device, "cpu", "this build has no GPU rooms");
-  return std::nullopt;
-}
-
 Step run_on_device(const std::vector<StepLinear>& linears, const Checkpoint& checkpoint, const DraftOptions& options) {
-  [[maybe_unused]] const std::optional<int> index = pick_device(options.device);
+  if ([[maybe_unused]] const auto index = parse_device(kPlace, resolve_device(options.device))) {
 #if TWOSTEP_CUDA
-  if (index) try {
-      return run_on_cuda(linears, checkpoint, options, *index);
-    } catch (const Error& error) {
-      // Only "auto" may turn to the CPU, and it says so.
-      if (options.device != "auto" || error.code() != StatusCode::kUnavailable) throw;
-      log_warn(fmt::format("{}: no GPU, the CPU runs instead: {}", kPlace, error.what()));
-    }
+    return run_on_cuda(linears, checkpoint, options, *index);
 #endif
+  }
   return run_on_cpu(linears, checkpoint, options);
 }
 
@@ -191,6 +173,7 @@ double bytes_of(const Step& step) {
 
 void print_table(const Step& step, const DraftOptions& options) {
   const bool gpu = step.device != "cpu";
+  if (!gpu && options.device == "auto") fmt::print("no GPU is used: `twostep info` says why\n");
   const double unit = gpu ? 1e-6 : 1e-3;  // bytes per microsecond to TB/s or GB/s
   fmt::print("device {}, {} requests, {} draft tokens, rank {} of {}, seed {}\n{}\n", step.device, options.requests,
              options.draft_tokens, options.rank, options.tp, options.seed, step.protocol);

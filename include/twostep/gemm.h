@@ -162,7 +162,7 @@ PackedWeight pack_weight(const TensorView& weight, const Tactic& tactic, Stream 
 class PreparedWarpSplitK {
  public:
   // Compiles and loads the kernel of each m's bucket with the given tactic. Host work only. Throws
-  // kUnsupported (tactic, shape, architecture), kBadLayout, kCompileFailed, kUnavailable, kCapturing.
+  // kUnsupported (tactic, shape, architecture), kBadLayout, kCompileFailed, kUnavailable.
   PreparedWarpSplitK(const TensorView& weight, const std::map<int, Tactic>& tactics);
   PreparedWarpSplitK(PreparedWarpSplitK&&) noexcept;
   ~PreparedWarpSplitK();
@@ -188,17 +188,19 @@ class DraftGemm {
  public:
   // A plan for one weight [N, K] on one device. Takes every 2-D BF16 weight that some kind serves; never fails
   // for a capability reason. Does not copy the weight: values changed in place are seen by the next run.
-  // Throws kInvalidArgument (null, rank), kUnsupported (dtype), kBadLayout (strides, alignment), kCapturing,
-  // kUnavailable (weight on a GPU and no driver), kOutOfMemory, kDeviceError.
+  // Does no harm to a capture that any thread has under way.
+  // Throws kInvalidArgument (null, rank), kUnsupported (dtype), kBadLayout (strides, alignment), kUnavailable (weight
+  // on a GPU and no driver), kOutOfMemory, kDeviceError.
   explicit DraftGemm(const TensorView& weight, Options options = {});
   explicit DraftGemm(const PackedWeight& weight, Options options = {});
-  DraftGemm(DraftGemm&&) noexcept;
+  DraftGemm(DraftGemm&&) noexcept;  // what was moved from may only be assigned or destroyed
   DraftGemm& operator=(DraftGemm&&) noexcept;
   ~DraftGemm();
 
   // Compiles or fetches the kernel of m's bucket, loads it, fixes the algorithm of an m for cuBLAS and the
   // workspace of `stream`. Host work; idempotent; thread-safe. Returns the kind that serves m; a fallback is
-  // no error. Throws kInvalidArgument (m < 0), kCapturing (stream, or another of this thread, captures).
+  // no error. Throws kInvalidArgument (m < 0), kCapturing (work is left to do and stream captures; a capture under
+  // way on another stream is not disturbed).
   Kind prepare(int m, Stream stream = {});
 
   // out[M, N] = x[M, K] * weight^T on `stream`. Operands as in 3.2: column stride 1, rows any pitch >= width.

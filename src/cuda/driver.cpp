@@ -57,8 +57,9 @@ Loaded load() {
   return loaded;
 }
 
+// Never destroyed: plans and buffers may outlive static objects.
 const Loaded& loaded_driver() {
-  static const Loaded loaded = load();
+  static const Loaded& loaded = *new Loaded(load());
   return loaded;
 }
 
@@ -157,8 +158,9 @@ RelaxedCapture::~RelaxedCapture() { driver().cuThreadExchangeStreamCaptureMode(&
 
 bool is_capturing(Stream stream) {
   CaptureStatus status = CaptureStatus::kNone;
-  // A legacy default stream cannot capture, and asking it while another stream captures is an error.
-  if (stream.handle == nullptr) return false;
+  // The legacy default stream (null, or CU_STREAM_LEGACY) cannot capture, and asking it while another stream captures
+  // is an error.
+  if (reinterpret_cast<std::uintptr_t>(stream.handle) <= 1) return false;
   TWOSTEP_CUDA_CHECK(cuStreamIsCapturing(static_cast<CUstream>(stream.handle), &status), "cuda.is_capturing");
   return status != CaptureStatus::kNone;
 }

@@ -9,6 +9,7 @@ struct LastLaunch {
   bool valid = false;
   bool capturing = false;
   unsigned long long capture_id = 0;
+  CUcontext context = nullptr;  // the default stream has one handle on every device
   void* stream = nullptr;
   CUgraphNode node = nullptr;
 };
@@ -55,18 +56,20 @@ void launch(const Launch& what, Stream stream, void** arguments) {
   TWOSTEP_CUDA_CHECK(cuLaunchKernelEx(&config, what.function, arguments, nullptr), "cuda.launch");
 }
 
-bool PdlChain::follows_own_kernel(Stream stream, bool capturing, bool always) {
+bool PdlChain::follows_own_kernel(CUcontext context, Stream stream, bool capturing, bool always) {
   const LastLaunch& last = last_launch;
-  if (!last.valid || last.capturing != capturing || last.stream != stream.handle) return false;
+  if (!last.valid || last.capturing != capturing || last.context != context || last.stream != stream.handle)
+    return false;
   if (!capturing) return always;
   const CaptureInfo info = capture_info(stream);
   return info.dependency != nullptr && info.id == last.capture_id && info.dependency == last.node;
 }
 
-void PdlChain::record(Stream stream, bool capturing) {
+void PdlChain::record(CUcontext context, Stream stream, bool capturing) {
   LastLaunch& last = last_launch;
   last.valid = true;
   last.capturing = capturing;
+  last.context = context;
   last.stream = stream.handle;
   if (!capturing) return;
   const CaptureInfo info = capture_info(stream);

@@ -26,9 +26,9 @@ void launch(const Launch& what, Stream stream, void** arguments);
 class PdlChain {
  public:
   // Before a launch: `always` allows it outside capture (the caller's promise).
-  static bool follows_own_kernel(Stream stream, bool capturing, bool always);
+  static bool follows_own_kernel(CUcontext context, Stream stream, bool capturing, bool always);
   // After a launch of a kernel that keeps the rule.
-  static void record(Stream stream, bool capturing);
+  static void record(CUcontext context, Stream stream, bool capturing);
   // After anything else this thread puts on a stream through the library (cuBLAS, a memset).
   static void forget();
 };

@@ -7,7 +7,8 @@
 namespace twostep {
 namespace {
 
-constexpr std::int64_t kWarpAlign = 16;  // bytes: bulk copies and vector stores move 16 at a time
+constexpr std::int64_t kMostStride = std::int64_t{1} << 40;  // elements: no real view is wider
+constexpr std::int64_t kWarpAlign = 16;                      // bytes: bulk copies and vector stores move 16 at a time
 
 std::uintptr_t address(const void* data) { return reinterpret_cast<std::uintptr_t>(data); }
 
@@ -66,6 +67,9 @@ Status check_layout(const char* name, const TensorView& view, const MatrixView& 
   if (m.rows > 1 && m.row_stride < m.cols)
     return refusal(StatusCode::kBadLayout, place, fmt::format("{} row stride", name), std::to_string(m.row_stride),
                    fmt::format("{} (its columns) and more", m.cols), "pass a view whose rows do not meet");
+  if (m.rows > 1 && m.row_stride > kMostStride)
+    return refusal(StatusCode::kBadLayout, place, fmt::format("{} row stride", name), std::to_string(m.row_stride),
+                   "strides up to 2^40 elements");
   if (address(view.data) % 2 != 0)
     return refusal(StatusCode::kBadLayout, place, fmt::format("{}.data", name),
                    fmt::format("{:#x}", address(view.data)), "addresses that are multiples of 2 bytes");
@@ -114,7 +118,7 @@ Weight check_weight(const TensorView& view, const char* place) {
 
 Status same_weight(const Weight& bound, const TensorView& now) {
   const auto changed = [&](const char* what) {
-    return refusal(StatusCode::kWeightChanged, "gemm.run", what, to_string(now), to_string(bound.view),
+    return refusal(StatusCode::kWeightChanged, "gemm.run", what, describe(now), describe(bound.view),
                    "build a new plan for this weight");
   };
   if (now.rank != 2 || now.shape[0] != bound.n || now.shape[1] != bound.k) return changed("weight.shape");
@@ -147,18 +151,18 @@ Status check_operands(const Weight& weight, const TensorView& x, const TensorVie
   if (weight.transposed) wm = {weight.view.data, weight.k, weight.n, weight.row_stride, 1};
   for (const auto& [name, other] : {std::pair<const char*, MatrixView>{"x", xm}, {"weight", wm}}) {
     if (overlap(om, other))
-      return refusal(StatusCode::kOverlap, "gemm.run", "out", to_string(out),
-                     fmt::format("memory that does not meet {}", name), "give out its own memory");
+      return refusal(StatusCode::kOverlap, "gemm.run", "out", describe(out),
+                     fmt::format("memory that does not meet {} at {:#x}", name, address(other.data)),
+                     "give out its own memory");
   }
   return {};
 }
 
-WhyCode warp_takes_operands(const Weight& weight, const TensorView& x, const TensorView& out) {
+WhyCode warp_takes_operands(const TensorView& x, const TensorView& out) {
   const auto xm = matrix_of(x);
   if (address(xm.data) % kWarpAlign != 0 || (xm.rows > 1 && xm.row_stride % 8 != 0)) return WhyCode::kXLayout;
   const auto om = matrix_of(out);
   if (address(om.data) % kWarpAlign != 0 || (om.rows > 1 && om.row_stride % 8 != 0)) return WhyCode::kOutLayout;
-  (void)weight;
   return WhyCode::kNone;
 }
 
@@ -186,20 +190,19 @@ FallbackReason warp_takes_weight(const Weight& weight, int weight_align) {
   return {};
 }
 
-std::string sentence_of(WhyCode code, const Weight& weight, const TensorView& x, const TensorView& out) {
-  switch (code) {
-    case WhyCode::kXLayout:
-      return fmt::format(
-          "x at {:#x} with row stride {}; the warp kernel takes 16-byte aligned rows a multiple of 8 "
-          "apart; align x",
-          address(x.data), x.stride[0]);
-    case WhyCode::kOutLayout:
-      return fmt::format(
-          "out at {:#x} with row stride {}; the warp kernel takes 16-byte aligned rows a multiple of 8 "
-          "apart; align out",
-          address(out.data), out.stride[0]);
-    default: return std::string(why_name(code)) + " (" + to_string(weight.view) + ")";
-  }
+std::string sentence_of(WhyCode code, const TensorView& x, const TensorView& out) {
+  const bool is_x = code == WhyCode::kXLayout;
+  const TensorView& view = is_x ? x : out;
+  return fmt::format(
+      "{0} at {1:#x} with row stride {2}; the warp kernel takes 16-byte aligned rows a multiple of 8 "
+      "apart; align {0}",
+      is_x ? "x" : "out", address(view.data), view.stride[0]);
+}
+
+std::string describe(const TensorView& view) { return fmt::format("{} at {:#x}", to_string(view), address(view.data)); }
+
+bool same_place(const Weight& a, const Weight& b) {
+  return a.view.data == b.view.data && a.row_stride == b.row_stride && a.transposed == b.transposed;
 }
 
 Stats Counters::read() const {

@@ -45,15 +45,20 @@ Weight check_weight(const TensorView& weight, const char* place);
 // 3.6: may `now` stand in for `bound`? kOk also when only the address differs; kWeightChanged else.
 Status same_weight(const Weight& bound, const TensorView& now);
 
+// True where both lie at one address with the same strides: nothing to rebind.
+bool same_place(const Weight& a, const Weight& b);
+
 // All that run would throw for these operands (2.10, 3.2, 3.4), with m = rows of x in *m when kOk.
 // Order: rank and dtype, device, shape, layout, overlap. Formats text only when it refuses.
 Status check_operands(const Weight& weight, const TensorView& x, const TensorView& out, std::int64_t* m);
 
 // The warp column of 3.2, for operands that check_operands took. Never formats: call `sentence_of` to print.
-WhyCode warp_takes_operands(const Weight& weight, const TensorView& x, const TensorView& out);
+WhyCode warp_takes_operands(const TensorView& x, const TensorView& out);
+inline bool is_operand_code(WhyCode code) { return code == WhyCode::kXLayout || code == WhyCode::kOutLayout; }
 // The shape, layout and alignment of the weight itself, with the sentence.
 FallbackReason warp_takes_weight(const Weight& weight, int weight_align);
-std::string sentence_of(WhyCode code, const Weight& weight, const TensorView& x, const TensorView& out);
+std::string sentence_of(WhyCode code, const TensorView& x, const TensorView& out);  // of an operand code
+std::string describe(const TensorView& view);  // with its address: "BF16[8, 64] strides (64, 1) on cpu at 0x7f.."
 
 MatrixView matrix_of(const TensorView& view);
 

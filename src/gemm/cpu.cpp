@@ -328,19 +328,15 @@ class CpuPlan final : public Plan {
 
   static const CpuPath& path_of(const Weight& w) { return w.transposed ? cpu_paths().back() : cpu_paths().front(); }
 
-  static bool same_binding(const Weight& a, const Weight& b) {
-    return a.view.data == b.view.data && a.row_stride == b.row_stride && a.transposed == b.transposed;
-  }
-
   // 3.6. A run that started keeps its binding, so bindings live as long as the plan; each is kept once.
   const Weight& rebound(const TensorView& now) {
     const Weight& old = weight();
     throw_if_error(same_weight(old, now));
     const Weight found = check_weight(now, "gemm.run");
-    if (same_binding(old, found)) return old;
+    if (same_place(old, found)) return old;
     const std::lock_guard lock(mutex_);
-    auto place = std::find_if(bindings_.begin(), bindings_.end(),
-                              [&](const Weight& known) { return same_binding(known, found); });
+    auto place =
+        std::find_if(bindings_.begin(), bindings_.end(), [&](const Weight& known) { return same_place(known, found); });
     if (place == bindings_.end()) place = bindings_.insert(bindings_.end(), found);
     bound_.store(&*place, std::memory_order_release);
     count(counters_.rebinds);

@@ -99,8 +99,9 @@ CublasLt open_library() {
   return lt;
 }
 
+// Never destroyed: plans may outlive static objects.
 const CublasLt& library() {
-  static const CublasLt lt = open_library();
+  static const CublasLt& lt = *new CublasLt(open_library());
   return lt;
 }
 
@@ -140,6 +141,22 @@ std::int64_t weight_stride(const Weight& w) {
   return std::max(w.row_stride, w.transposed ? w.n : w.k);
 }
 
+// CU_STREAM_PER_THREAD: one handle, a stream for each thread.
+void* const kPerThreadStream = reinterpret_cast<void*>(0x2);
+
+unsigned long long stream_id(Stream stream) {
+  unsigned long long id = 0;
+  TWOSTEP_CUDA_CHECK(cuStreamGetId(static_cast<CUstream>(stream.handle), &id), "gemm.cublas");
+  return id;
+}
+
+void* make_desc(bool transposed) {
+  void* desc = nullptr;
+  check(cublas().desc_create(&desc, kCompute32F, kR32F), "cublasLtMatmulDescCreate");
+  if (!transposed) check(cublas().desc_set(desc, kDescTransA, &kOpT, sizeof kOpT), "cublasLtMatmulDescSetAttribute");
+  return desc;
+}
+
 bool aligned16(const void* data, std::int64_t rows, std::int64_t row_stride) {
   return reinterpret_cast<std::uintptr_t>(data) % 16 == 0 && (rows <= 1 || row_stride % 8 == 0);
 }
@@ -171,54 +188,52 @@ CublasDevice::~CublasDevice() {
   if (handle_ != nullptr) library().destroy(handle_);
 }
 
-const CublasDevice::Place* CublasDevice::find(Stream stream) const {
-  const auto handle = reinterpret_cast<std::uintptr_t>(stream.handle) + 1;
-  for (std::size_t i = 0; i < kPlaces; ++i) {
-    const Place& place = places_[(handle / 64 + i) % kPlaces];
-    const auto found = place.handle.load(std::memory_order_acquire);
-    if (found == handle) return &place;
-    if (found == 0) return nullptr;
+const CublasDevice::Place* CublasDevice::find(unsigned long long id) const {
+  const int used = used_.load(std::memory_order_acquire);
+  for (int i = 0; i < used; ++i)
+    if (places_[static_cast<std::size_t>(i)].id == id) return &places_[static_cast<std::size_t>(i)];
+  return nullptr;
+}
+
+void* CublasDevice::workspace(Stream stream, bool capturing) const {
+  if (!capturing) {
+    const Place* place = find(stream_id(stream));
+    return place ? place->memory.load(std::memory_order_acquire) : nullptr;
+  }
+  if (stream.handle == kPerThreadStream) return nullptr;
+  for (int i = used_.load(std::memory_order_acquire) - 1; i >= 0; --i) {  // the newest stream of this handle
+    const Place& place = places_[static_cast<std::size_t>(i)];
+    if (place.handle == stream.handle) return place.memory.load(std::memory_order_acquire);
   }
   return nullptr;
 }
 
-void* CublasDevice::captured_workspace(Stream stream) const {
-  const Place* place = find(stream);
-  return place ? place->memory.load(std::memory_order_acquire) : nullptr;
-}
-
-void* CublasDevice::workspace(Stream stream) const {
-  const Place* place = find(stream);
-  if (place == nullptr) return nullptr;
-  unsigned long long id = 0;
-  TWOSTEP_CUDA_CHECK(cuStreamGetId(static_cast<CUstream>(stream.handle), &id), "gemm.cublas");
-  return place->id.load(std::memory_order_acquire) == id ? place->memory.load(std::memory_order_acquire) : nullptr;
-}
-
-void* CublasDevice::make_workspace(Stream stream) {
-  if (void* memory = workspace(stream)) return memory;
+void* CublasDevice::make_workspace(Stream stream, bool retry) {
+  const unsigned long long id = stream_id(stream);
+  const auto settled = [&](const Place* place) {
+    return place != nullptr && (!retry || place->memory.load(std::memory_order_acquire) != nullptr);
+  };
+  if (const Place* place = find(id); settled(place)) return place->memory.load(std::memory_order_acquire);
   const std::lock_guard lock(mutex_);
-  if (void* memory = workspace(stream)) return memory;
-  const auto handle = reinterpret_cast<std::uintptr_t>(stream.handle) + 1;
-  for (std::size_t i = 0; i < kPlaces; ++i) {
-    Place& place = places_[(handle / 64 + i) % kPlaces];
-    const auto found = place.handle.load(std::memory_order_relaxed);
-    if (found != 0 && found != handle) continue;
-    try {
-      workspaces_.emplace_back(kWorkspaceBytes);
-    } catch (const Error& error) {
-      log_warn(std::string("no cuBLAS workspace for a stream: ") + error.what());
-      return nullptr;
-    }
-    unsigned long long id = 0;
-    TWOSTEP_CUDA_CHECK(cuStreamGetId(static_cast<CUstream>(stream.handle), &id), "gemm.cublas");
-    place.memory.store(workspaces_.back().data(), std::memory_order_release);
-    place.id.store(id, std::memory_order_release);
-    place.handle.store(handle, std::memory_order_release);
-    return workspaces_.back().data();
+  auto* place = const_cast<Place*>(find(id));
+  if (settled(place)) return place->memory.load(std::memory_order_acquire);
+  const int used = used_.load(std::memory_order_relaxed);
+  if (place == nullptr && used == kPlaces) return nullptr;
+  void* memory = nullptr;
+  try {
+    workspaces_.emplace_back(kWorkspaceBytes);
+    memory = workspaces_.back().data();
+  } catch (const Error& error) {
+    log_warn(std::string("no cuBLAS workspace for a stream: ") + error.what());
   }
-  log_warn("no cuBLAS workspace for a stream: all 256 places are used");
-  return nullptr;
+  if (place == nullptr) {
+    place = &places_[static_cast<std::size_t>(used)];
+    place->id = id;
+    place->handle = stream.handle;
+    used_.store(used + 1, std::memory_order_release);
+  }
+  place->memory.store(memory, std::memory_order_release);
+  return memory;
 }
 
 // ---- CublasGemm
@@ -229,15 +244,10 @@ CublasGemm::CublasGemm(int ordinal, const Weight& weight, std::int64_t workspace
       k_(weight.k),
       transposed_(weight.transposed),
       workspace_limit_(std::min<std::size_t>(static_cast<std::size_t>(std::max<std::int64_t>(workspace_limit, 0)),
-                                             CublasDevice::kWorkspaceBytes)) {
-  check(cublas().desc_create(&desc_, kCompute32F, kR32F), "cublasLtMatmulDescCreate");
-  if (!transposed_) check(cublas().desc_set(desc_, kDescTransA, &kOpT, sizeof kOpT), "cublasLtMatmulDescSetAttribute");
+                                             CublasDevice::kWorkspaceBytes)),
+      desc_(make_desc(weight.transposed), cublas().desc_destroy) {
   for (int m = 1; m <= kMaxWarpRows; ++m) safe_[static_cast<std::size_t>(m)] = choose_safe(m, weight);
-  if (workspace_limit_ > 0) device_->make_workspace({});
-}
-
-CublasGemm::~CublasGemm() {
-  if (desc_ != nullptr) library().desc_destroy(desc_);
+  if (workspace_limit_ > 0) device_->make_workspace({}, true);
 }
 
 std::vector<CublasAlgo> CublasGemm::choose(int m, int alignment, std::size_t workspace, std::int64_t pad) const {
@@ -255,12 +265,10 @@ std::vector<CublasAlgo> CublasGemm::choose(int m, int alignment, std::size_t wor
   const Layouts l = layouts(m, n_, k_, transposed_, (transposed_ ? n_ : k_) + pad, k_ + pad, n_ + pad);
   std::array<HeuristicResult, 8> results;
   int found = 0;
-  const int code = lt.heuristic(device_->handle(), desc_, &l.a, &l.b, &l.d, &l.d, preference,
+  const int code = lt.heuristic(device_->handle(), desc_.get(), &l.a, &l.b, &l.d, &l.d, preference,
                                 static_cast<int>(results.size()), results.data(), &found);
-  if (code != 0 || found == 0)
-    fail(StatusCode::kUnsupported, "gemm.cublas", "product", fmt::format("M {} N {} K {}", m, n_, k_),
-         "a shape that cuBLASLt has an algorithm for");
   std::vector<CublasAlgo> algos;
+  if (code != 0) return algos;  // cuBLAS has none for the shape
   for (int i = 0; i < found; ++i) {
     const HeuristicResult& result = results[static_cast<std::size_t>(i)];
     if (result.state != 0) continue;
@@ -271,84 +279,96 @@ std::vector<CublasAlgo> CublasGemm::choose(int m, int alignment, std::size_t wor
   return algos;
 }
 
+// Leading dimensions that are no multiple of 8 are asked for, since the safe algorithm must take such ones. The
+// heuristic names some that refuse an odd address all the same: only a run tells. Empty if none will do; run asks
+// again.
 CublasAlgo CublasGemm::choose_safe(int m, const Weight& weight) {
-  // Leading dimensions that are no multiple of 8 are asked for, since the safe algorithm must take such ones. The
-  // heuristic names some that refuse an odd address all the same: only a run tells.
   for (const CublasAlgo& algo : choose(m, 2, 0, 1)) {
     const bool known = m > 1 && m <= kMaxWarpRows && algo == safe_[static_cast<std::size_t>(m) - 1];
     if (known || warm_up(algo, m, weight, 2)) return algo;
   }
-  fail(StatusCode::kUnsupported, "gemm.cublas", "product", fmt::format("M {} N {} K {}", m, n_, k_),
-       "a shape that cuBLASLt has an algorithm of 2-byte alignment for");
+  return {};
 }
 
 bool CublasGemm::warm_up(const CublasAlgo& algo, int m, const Weight& weight, int offset) {
-  const auto x_bytes = static_cast<std::size_t>(m * k_ * 2 + offset + 255) / 256 * 256;
-  const auto out_bytes = static_cast<std::size_t>(m * n_ * 2 + offset + 255) / 256 * 256;
+  // Loading the kernel is the point: more rows than fit here would load the same one.
+  constexpr std::int64_t kMostBytes = 256 << 20;
+  const std::int64_t rows = std::clamp<std::int64_t>(kMostBytes / (2 * (n_ + k_)), 1, m);
+  const auto x_bytes = static_cast<std::size_t>(rows * k_ * 2 + offset + 255) / 256 * 256;
+  const auto out_bytes = static_cast<std::size_t>(rows * n_ * 2 + offset + 255) / 256 * 256;
   bool ran = false;
-  device_->with_scratch(x_bytes + out_bytes + algo.workspace, [&](void* memory, Stream stream) {
-    auto* bytes = static_cast<char*>(memory);
-    const MatrixView x{bytes + offset, m, k_, k_, 1};
-    const MatrixView out{bytes + x_bytes + offset, m, n_, n_, 1};
-    ran = multiply(algo, weight, x, out, algo.workspace ? bytes + x_bytes + out_bytes : nullptr, stream);
-  });
+  try {
+    device_->with_scratch(x_bytes + out_bytes + algo.workspace, [&](void* memory, Stream stream) {
+      auto* bytes = static_cast<char*>(memory);
+      const MatrixView x{bytes + offset, rows, k_, k_, 1};
+      const MatrixView out{bytes + x_bytes + offset, rows, n_, n_, 1};
+      ran = multiply(algo, weight, x, out, algo.workspace ? bytes + x_bytes + out_bytes : nullptr, stream);
+    });
+  } catch (const Error& error) {
+    if (error.code() != StatusCode::kOutOfMemory) throw;
+    log_warn(fmt::format("cuBLAS {} x {}: M = {} is not warmed up: {}", n_, k_, m, error.what()));
+  }
   return ran;
 }
 
 const CublasGemm::Fixed* CublasGemm::find(int m) const {
   if (m <= kMaxWarpRows) return rows_[static_cast<std::size_t>(m)].load(std::memory_order_acquire);
-  for (const Fixed* f = above_.load(std::memory_order_acquire); f != nullptr; f = f->next)
-    if (f->m == m) return f;
+  for (std::size_t i = 0; i < kFixedAbove; ++i) {
+    const Fixed* fixed = above_[(static_cast<std::size_t>(m) + i) % kFixedAbove].load(std::memory_order_acquire);
+    if (fixed == nullptr || fixed->m == m) return fixed;
+  }
   return nullptr;
 }
 
 void CublasGemm::prepare(int m, const Weight& weight) {
   if (find(m) != nullptr) return;
   const std::lock_guard lock(mutex_);
-  if (find(m) != nullptr) return;
+  if (find(m) != nullptr || owned_.size() == kFixedAbove) return;
   auto fixed = std::make_unique<Fixed>();
   fixed->m = m;
-  const bool aligned = aligned16(weight.view.data, 1, 0);
   fixed->safe = m > kMaxWarpRows ? choose_safe(m, weight) : safe_[static_cast<std::size_t>(m)];
   fixed->fast = fixed->safe;
-  if (aligned)
+  if (aligned16(weight.view.data, 1, 0))
     for (const CublasAlgo& algo : choose(m, 16, workspace_limit_, 0))
       if (warm_up(algo, m, weight, 0)) {
         fixed->fast = algo;
         break;
       }
-  if (m > kMaxWarpRows) {
-    fixed->next = above_.load(std::memory_order_relaxed);
-    above_.store(fixed.get(), std::memory_order_release);
-  } else {
-    rows_[static_cast<std::size_t>(m)].store(fixed.get(), std::memory_order_release);
+  const Fixed* published = owned_.emplace_back(std::move(fixed)).get();
+  if (m <= kMaxWarpRows) {
+    rows_[static_cast<std::size_t>(m)].store(published, std::memory_order_release);
+    return;
   }
-  owned_.push_back(std::move(fixed));
+  std::size_t at = static_cast<std::size_t>(m) % kFixedAbove;
+  while (above_[at].load(std::memory_order_relaxed) != nullptr) at = (at + 1) % kFixedAbove;
+  above_[at].store(published, std::memory_order_release);
 }
 
-bool CublasGemm::has_workspace(Stream stream) const {
-  return workspace_limit_ == 0 || device_->workspace(stream) != nullptr;
+bool CublasGemm::has_workspace(Stream stream, bool capturing) const {
+  return workspace_limit_ == 0 || device_->workspace(stream, capturing) != nullptr;
 }
 
 void CublasGemm::make_workspace(Stream stream) {
-  if (workspace_limit_ > 0) device_->make_workspace(stream);
+  if (workspace_limit_ > 0) device_->make_workspace(stream, true);
 }
 
 bool CublasGemm::supports(const CublasAlgo& algo, const Weight& weight, const MatrixView& x,
                           const MatrixView& out) const {
   const Layouts l = layouts(x.rows, n_, k_, transposed_, weight_stride(weight), x.row_stride, out.row_stride);
   HeuristicResult result;
-  return cublas().check(device_->handle(), desc_, &l.a, &l.b, &l.d, &l.d, algo.opaque.data(), &result) == 0 &&
+  return cublas().check(device_->handle(), desc_.get(), &l.a, &l.b, &l.d, &l.d, algo.opaque.data(), &result) == 0 &&
          result.workspace <= algo.workspace;
 }
 
 bool CublasGemm::multiply(const CublasAlgo& algo, const Weight& weight, const MatrixView& x, const MatrixView& out,
                           void* workspace, Stream stream) const {
+  if (algo == CublasAlgo{}) return false;
   const Layouts l = layouts(x.rows, n_, k_, transposed_, weight_stride(weight), x.row_stride, out.row_stride);
   const float alpha = 1, beta = 0;
   auto* d = const_cast<void*>(out.data);
-  const int result = cublas().matmul(device_->handle(), desc_, &alpha, weight.view.data, &l.a, x.data, &l.b, &beta, d,
-                                     &l.d, d, &l.d, algo.opaque.data(), workspace, algo.workspace, stream.handle);
+  const int result =
+      cublas().matmul(device_->handle(), desc_.get(), &alpha, weight.view.data, &l.a, x.data, &l.b, &beta, d, &l.d, d,
+                      &l.d, algo.opaque.data(), workspace, algo.workspace, stream.handle);
   if (result == kNotSupported) return false;
   check(result, "cublasLtMatmul");
   return true;
@@ -369,7 +389,7 @@ void CublasGemm::run(const Weight& weight, const TensorView& x_view, const Tenso
     void* workspace = nullptr;
     bool usable = packed || supports(known->fast, weight, x, out);
     if (usable && known->fast.workspace > 0) {
-      workspace = capturing ? device_->captured_workspace(stream) : device_->make_workspace(stream);
+      workspace = capturing ? device_->workspace(stream, true) : device_->make_workspace(stream, false);
       if (workspace == nullptr) {
         if (counters.workspace_misses.fetch_add(1, std::memory_order_relaxed) == 0)
           log_warn(
@@ -380,10 +400,10 @@ void CublasGemm::run(const Weight& weight, const TensorView& x_view, const Tenso
     }
     if (usable && multiply(known->fast, weight, x, out, workspace, stream)) return;
   }
-  const CublasAlgo safe = m <= kMaxWarpRows  ? safe_[static_cast<std::size_t>(m)]
-                          : known != nullptr ? known->safe
-                                             : choose(m, 2, 0, 1).front();
+  const CublasAlgo safe = m <= kMaxWarpRows ? safe_[static_cast<std::size_t>(m)] : known ? known->safe : CublasAlgo{};
   if (multiply(safe, weight, x, out, nullptr, stream)) return;
+  for (const CublasAlgo& algo : choose(m, 2, 0, 1))  // host work alone
+    if (multiply(algo, weight, x, out, nullptr, stream)) return;
   fail(StatusCode::kUnsupported, "gemm.cublas", "operands", to_string(x_view), "a layout that cuBLASLt takes",
        "make the operands contiguous and 16-byte aligned");
 }

@@ -3,6 +3,7 @@
 
 #include <array>
 #include <atomic>
+#include <bit>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -33,37 +34,39 @@ class CublasDevice {
   explicit CublasDevice(int ordinal);
   ~CublasDevice();
 
-  // The workspace of a stream that captures, or null. Lock-free. By handle alone: the driver does not tell a
-  // capturing stream's id.
-  void* captured_workspace(Stream stream) const;
-  // The workspace of a stream that does not capture, or null. Lock-free.
-  void* workspace(Stream stream) const;
-  // Allocates it if the stream has none yet. Null when memory or places are used up.
-  void* make_workspace(Stream stream);
+  // The workspace of a stream, or null. Lock-free. A capturing stream is found by its handle alone, for the driver does
+  // not tell its id; a per-thread handle, which is many streams, is then not found.
+  void* workspace(Stream stream, bool capturing) const;
+  // The same of a stream that does not capture, allocated at the first call. Null when memory or places are used up;
+  // tried again only with `retry`.
+  void* make_workspace(Stream stream, bool retry);
   // At least `bytes` of device memory for a warm-up product; `use` runs alone.
   template <class Use>
   void with_scratch(std::size_t bytes, Use&& use) {
     const std::lock_guard lock(mutex_);
-    if (scratch_.empty() || scratch_.back().bytes() < bytes) scratch_.emplace_back(bytes);
+    // Outgrown ones stay, since freeing memory waits for the device; doubling keeps them below the newest in sum.
+    if (scratch_.empty() || scratch_.back().bytes() < bytes) scratch_.emplace_back(std::bit_ceil(bytes));
     use(scratch_.back().data(), stream_.view());
     stream_.synchronize();
   }
   void* handle() const { return handle_; }
 
  private:
-  static constexpr std::size_t kPlaces = 256;
+  static constexpr int kPlaces = 64;
+  // One stream. Ids are never used again by the driver; handles are.
   struct Place {
-    std::atomic<std::uintptr_t> handle{0};  // + 1: the legacy stream is null
-    std::atomic<unsigned long long> id{0};  // of the driver, never used again: a new stream may get an old handle
-    std::atomic<void*> memory{nullptr};
+    unsigned long long id = 0;
+    void* handle = nullptr;
+    std::atomic<void*> memory{nullptr};  // null: there was no memory
   };
-  const Place* find(Stream stream) const;
+  const Place* find(unsigned long long id) const;
 
   void* handle_ = nullptr;
-  std::array<Place, kPlaces> places_;
+  std::array<Place, kPlaces> places_;  // the first used_ are published and stay
+  std::atomic<int> used_{0};
   std::mutex mutex_;
   std::vector<DeviceBuffer> workspaces_;
-  std::vector<DeviceBuffer> scratch_;  // outgrown ones stay: freeing memory would wait for the device
+  std::vector<DeviceBuffer> scratch_;
   OwnedStream stream_;
 };
 
@@ -72,13 +75,12 @@ class CublasGemm {
  public:
   // Fixes the safe algorithm of every row count up to 64: 2-byte alignment, no workspace.
   CublasGemm(int ordinal, const Weight& weight, std::int64_t workspace_limit);
-  ~CublasGemm();
 
   // Fixes the algorithm of m, for aligned operands, and warms it up. Host work. Idempotent.
   void prepare(int m, const Weight& weight);
   bool prepared(int m) const { return find(m) != nullptr; }
   // True if no run of a prepared m on this stream will miss a workspace.
-  bool has_workspace(Stream stream) const;
+  bool has_workspace(Stream stream, bool capturing) const;
   void make_workspace(Stream stream);
 
   // out = x * weight^T on the stream; operands as check_operands took them. `fixed` picks the algorithm of m
@@ -91,8 +93,9 @@ class CublasGemm {
     int m = 0;
     CublasAlgo fast;
     CublasAlgo safe;
-    const Fixed* next = nullptr;
   };
+  // Above 64 rows: open addressing by m. When full, further row counts run on what the heuristic names at the time.
+  static constexpr std::size_t kFixedAbove = 1024;
   const Fixed* find(int m) const;
   // The heuristic's choices, best first. `pad` elements are added to each leading dimension that is asked for.
   std::vector<CublasAlgo> choose(int m, int alignment, std::size_t workspace, std::int64_t pad) const;
@@ -109,10 +112,10 @@ class CublasGemm {
   std::int64_t n_, k_;
   bool transposed_;
   std::size_t workspace_limit_;
-  void* desc_ = nullptr;
+  std::unique_ptr<void, int (*)(void*)> desc_;
   std::array<CublasAlgo, kMaxWarpRows + 1> safe_;
   std::array<std::atomic<const Fixed*>, kMaxWarpRows + 1> rows_{};
-  std::atomic<const Fixed*> above_{nullptr};  // m > 64: a list that only grows
+  std::array<std::atomic<const Fixed*>, kFixedAbove> above_{};
   std::mutex mutex_;
   std::vector<std::unique_ptr<const Fixed>> owned_;
 };

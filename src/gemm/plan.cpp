@@ -20,6 +20,7 @@ struct Snapshot {
   FallbackReason weight_reason;  // why this weight, as it lies, is not on the warp kernel
   std::array<std::shared_ptr<const WarpKernel>, kNumBuckets> kernels;
   std::array<TensorMap, kNumBuckets> maps;
+  CublasGemm* cublas = nullptr;               // of this weight's orientation; null where cuBLASLt is missing
   mutable std::atomic<bool> captured{false};  // a graph recorded this address
 };
 
@@ -49,7 +50,7 @@ class CudaPlan final : public Plan {
 
   Kind prepare(int m, Stream stream) override;
   void run(const TensorView* weight, const TensorView& x, const TensorView& out, Stream stream) override;
-  void bind(const TensorView& weight) override { follow(weight); }
+  void bind(const TensorView& weight) override;
   void weights_updated(Stream stream) override;
   void seal() override { sealed_.store(true, std::memory_order_release); }
   void pin(int m, Kind kind) override;
@@ -78,7 +79,9 @@ class CudaPlan final : public Plan {
   void prepare_rows(int m, Stream stream, bool late);
   void load_bucket(int m, bool late);
   Tactic choose_tactic(int m) const;
-  void refuse_strict(const Snapshot& s, int m, WhyCode code) const;
+  Status strict_refusal(const Snapshot& s, int m, WhyCode code) const;
+  CublasGemm* cublas_for(const Weight& weight);
+  bool first_of(WhyCode code) const;  // of this plan: its reason is logged once
   void fill_zero(const MatrixView& out, Stream stream) const;
 
   const Options options_;
@@ -86,7 +89,7 @@ class CudaPlan final : public Plan {
   const CUcontext context_;
   const DeviceFacts facts_;
   const std::shared_ptr<PackedWeight::Impl> packed_;
-  bool no_shared_memory_ = false;                       // no tactic fits this GPU
+  std::string no_tactic_;  // why no tactic is valid on this GPU; empty: some are
   std::array<bool, kMaxWarpRows + 1> cublas_faster_{};  // by the table
 
   std::atomic<const Snapshot*> current_{nullptr};
@@ -96,11 +99,11 @@ class CudaPlan final : public Plan {
   std::array<std::atomic<Pin>, kMaxWarpRows + 1> pins_{};
   std::array<std::atomic<WhyCode>, kNumBuckets> failed_{};  // last transient failure of a bucket
   std::array<std::atomic<bool>, kNumBuckets + 1> warned_miss_{};
-  std::atomic<std::uint32_t> logged_{0};  // reasons, one bit each
+  mutable std::atomic<std::uint32_t> logged_{0};  // reasons, one bit each
   mutable Counters counters_;
-  std::unique_ptr<CublasGemm> cublas_;  // null where cuBLASLt is missing
 
-  mutable std::mutex mutex_;  // of what follows; never held during a build
+  mutable std::mutex mutex_;                           // of what follows; never held during a build
+  std::array<std::unique_ptr<CublasGemm>, 2> cublas_;  // for row-major weights, for transposed ones
   std::vector<std::unique_ptr<const Snapshot>> snapshots_;
   std::array<std::string, kNumBuckets> failure_text_;
 };
@@ -119,15 +122,15 @@ CudaPlan::CudaPlan(const TensorView& view, const Options& options, std::shared_p
   const ContextGuard context(context_);
   const RelaxedCapture relaxed;
   if (w.n > 0 && w.k > 0) {
-    if (cublas_status().ok()) cublas_ = std::make_unique<CublasGemm>(device_, w, options.workspace_limit);
+    first->cublas = cublas_for(w);
     if (warp_eligible(w.n, w.k) && !arch_name(facts_.arch).empty()) {
       for (int m = 1; m <= kMaxWarpRows; ++m)
         if (const auto entry = table_entry(m, w.n, w.k, facts_))
           cublas_faster_[static_cast<std::size_t>(m)] = !entry->warp_wins() && !options.strict;
       try {
         warp_tactic(kMaxWarpRows, w.n, w.k, facts_, options.strict);
-      } catch (const Error&) {
-        no_shared_memory_ = true;
+      } catch (const Error& error) {
+        no_tactic_ = error.what();
       }
     }
   }
@@ -138,10 +141,18 @@ CudaPlan::CudaPlan(const TensorView& view, const Options& options, std::shared_p
 CudaPlan::~CudaPlan() {
   try {
     const ContextGuard context(context_);
-    cublas_.reset();
+    const RelaxedCapture relaxed;
+    for (auto& cublas : cublas_) cublas.reset();
   } catch (const Error& error) {
     log_warn(error.what());
   }
+}
+
+CublasGemm* CudaPlan::cublas_for(const Weight& weight) {
+  if (!cublas_status().ok()) return nullptr;
+  auto& cublas = cublas_[weight.transposed ? 1 : 0];
+  if (!cublas) cublas = std::make_unique<CublasGemm>(device_, weight, options_.workspace_limit);
+  return cublas.get();
 }
 
 // ---- Snapshots
@@ -158,38 +169,45 @@ std::unique_ptr<Snapshot> CudaPlan::copy_of(const Snapshot& s, const Weight& wei
   next->weight = weight;
   next->weight_reason = warp_takes_weight(weight, 16);
   next->kernels = s.kernels;
+  next->cublas = s.cublas;
   if (!next->weight_reason)
     for (std::size_t b = 0; b < next->kernels.size(); ++b)
       if (next->kernels[b]) next->maps[b] = warp_tensor_map(weight, next->kernels[b]->tactic);
   return next;
 }
 
-// 3.6: the weight as it is now. A new address is rebound; anything else that differs is refused.
+// 3.6: the weight as it is now. A new place is rebound; another shape, dtype or device is refused.
 const Snapshot* CudaPlan::follow(const TensorView& now) {
   const Snapshot* s = snapshot();
-  const TensorView& bound = s->weight.view;
-  if (now.data == bound.data && now.shape == bound.shape && now.stride == bound.stride && now.rank == bound.rank &&
-      now.dtype == bound.dtype && now.device == bound.device)
-    return s;
   throw_if_error(same_weight(s->weight, now));
   const Weight weight = check_weight(now, "gemm.run");
-  if (packed_ && now.data != packed_->source.view.data)
-    fail(StatusCode::kWeightChanged, "gemm.run", "weight.data", to_string(now), "the source of the packed weight",
+  if (same_place(s->weight, weight)) return s;
+  if (packed_)
+    fail(StatusCode::kWeightChanged, "gemm.run", "weight", describe(now), describe(packed_->source.view),
          "pack the new weight and build a new plan");
-  if (weight.transposed != s->weight.transposed)
-    fail(StatusCode::kWeightChanged, "gemm.run", "weight strides", to_string(now), to_string(bound),
-         "build a new plan for this layout");
   const std::lock_guard lock(mutex_);
   s = snapshot();
-  counters_.rebinds.fetch_add(1, std::memory_order_relaxed);
+  if (same_place(s->weight, weight)) return s;  // another thread was first
+  count(counters_.rebinds);
   ordinary_next_.store(true, std::memory_order_release);
+  PdlChain::forget();
   // Two tensors in turn must not make the list grow: an old snapshot of this weight serves if it has the kernels.
   for (const auto& old : snapshots_)
-    if (old->weight.view.data == now.data && old->weight.view.stride == now.stride && old->kernels == s->kernels) {
+    if (same_place(old->weight, weight) && old->kernels == s->kernels) {
       current_.store(old.get(), std::memory_order_release);
       return old.get();
     }
-  return publish(copy_of(*s, weight));
+  auto next = copy_of(*s, weight);
+  if (weight.transposed != s->weight.transposed) {
+    const RelaxedCapture relaxed;
+    next->cublas = cublas_for(weight);
+  }
+  return publish(std::move(next));
+}
+
+void CudaPlan::bind(const TensorView& weight) {
+  const ContextGuard context(context_);
+  follow(weight);
 }
 
 // ---- Which kind serves m
@@ -201,13 +219,13 @@ WhyCode CudaPlan::shape_reason(const Snapshot& s, int m) const {
   if (!options_.warp || !environment().warp) return WhyCode::kDisabled;
   if (s.weight_reason) return s.weight_reason.code;
   if (arch_name(facts_.arch).empty()) return WhyCode::kArchitecture;
-  if (no_shared_memory_) return WhyCode::kSharedMemory;
+  if (!no_tactic_.empty()) return WhyCode::kSharedMemory;
   if (pinned != Pin::kWarp && m > 0 && cublas_faster_[static_cast<std::size_t>(m)]) return WhyCode::kCublasFaster;
   return WhyCode::kNone;
 }
 
 Route CudaPlan::route(const Snapshot& s, int m) const {
-  if (m <= 0) return {Kind::kCublas, WhyCode::kNone};
+  if (m <= 0 || s.weight.n == 0 || s.weight.k == 0) return {Kind::kCublas, WhyCode::kNone};  // nothing to multiply
   if (const WhyCode code = shape_reason(s, m); code != WhyCode::kNone) return {Kind::kCublas, code};
   const auto bucket = static_cast<std::size_t>(bucket_index(m));
   if (s.kernels[bucket]) return {Kind::kWarp, WhyCode::kNone};
@@ -226,8 +244,7 @@ std::string CudaPlan::sentence(const Snapshot& s, int m, WhyCode code) const {
     case WhyCode::kArchitecture:
       return fmt::format("{} has compute capability {}; kernels exist for 90, 100, 103 and 120; stay on cuBLAS",
                          facts_.name, facts_.arch);
-    case WhyCode::kSharedMemory:
-      return fmt::format("no tactic fits {} bytes of shared memory per CTA; stay on cuBLAS", facts_.smem_per_block);
+    case WhyCode::kSharedMemory: return no_tactic_;
     case WhyCode::kCublasFaster: {
       const auto entry = table_entry(m, s.weight.n, s.weight.k, facts_);
       return fmt::format(
@@ -253,7 +270,7 @@ Kind CudaPlan::kind(const TensorView& x, const TensorView& out) const {
   std::int64_t m = 0;
   throw_if_error(check_operands(s->weight, x, out, &m));
   const Route r = route(*s, static_cast<int>(m));
-  if (r.kind == Kind::kWarp && warp_takes_operands(s->weight, x, out) != WhyCode::kNone) return Kind::kCublas;
+  if (r.kind == Kind::kWarp && warp_takes_operands(x, out) != WhyCode::kNone) return Kind::kCublas;
   return r.kind;
 }
 
@@ -263,19 +280,28 @@ std::string CudaPlan::why(const TensorView& x, const TensorView& out) const {
   if (const Status status = check_operands(s->weight, x, out, &m); !status.ok()) return status.message();
   const Route r = route(*s, static_cast<int>(m));
   if (r.kind != Kind::kWarp) return sentence(*s, static_cast<int>(m), r.code);
-  const WhyCode code = warp_takes_operands(s->weight, x, out);
-  return code == WhyCode::kNone ? std::string() : sentence_of(code, s->weight, x, out);
+  const WhyCode code = warp_takes_operands(x, out);
+  return code == WhyCode::kNone ? std::string() : sentence_of(code, x, out);
 }
 
 Status CudaPlan::accepts(const TensorView& x, const TensorView& out) const {
-  std::int64_t m = 0;
+  std::int64_t rows = 0;
   const Snapshot* s = snapshot();
-  if (Status status = check_operands(s->weight, x, out, &m); !status.ok()) return status;
-  if (!options_.strict || m < 1 || m > kMaxWarpRows || s->weight.n == 0 || s->weight.k == 0) return {};
-  const WhyCode code = warp_takes_operands(s->weight, x, out);
-  if (code == WhyCode::kNone) return {};
-  return refusal(StatusCode::kUnsupported, "gemm.run", "operands", sentence_of(code, s->weight, x, out),
-                 "with strict: what the warp kernel takes");
+  if (Status status = check_operands(s->weight, x, out, &rows); !status.ok()) return status;
+  if (rows == 0 || s->weight.n == 0 || s->weight.k == 0) return {};
+  const int m = static_cast<int>(rows);
+  Route r = route(*s, m);
+  if (r.code == WhyCode::kNotPrepared) r = {Kind::kWarp, WhyCode::kNone};  // an eager run prepares it
+  if (r.kind == Kind::kWarp)
+    if (const WhyCode code = warp_takes_operands(x, out); code != WhyCode::kNone) r = {Kind::kCublas, code};
+  if (r.kind == Kind::kWarp) return {};
+  if (options_.strict && m <= kMaxWarpRows) {
+    if (is_operand_code(r.code))
+      return refusal(StatusCode::kUnsupported, "gemm.run", "operands", sentence_of(r.code, x, out),
+                     "with strict: what the warp kernel takes");
+    return strict_refusal(*s, m, r.code);
+  }
+  return s->cublas ? Status{} : cublas_status();
 }
 
 // ---- Prepare
@@ -284,11 +310,13 @@ Kind CudaPlan::prepare(int m, Stream stream) {
   if (m < 0) fail(StatusCode::kInvalidArgument, "gemm.prepare", "m", std::to_string(m), "0 and more");
   const Weight& w = weight();
   if (m == 0 || w.n == 0 || w.k == 0) return kind(m);
-  // Before the fast path: also a prepared m refuses a capturing stream only where it would have work to do.
-  const Route now = route(*snapshot(), m);
-  const bool fixed = now.kind == Kind::kWarp || (permanent(now.code) && cublas_ && cublas_->prepared(m));
-  if (fixed && (!cublas_ || cublas_->has_workspace(stream))) return now.kind;
-  if (is_capturing(stream))
+  const ContextGuard context(context_);
+  const bool capturing = is_capturing(stream);
+  const Snapshot* s = snapshot();
+  const Route now = route(*s, m);
+  const bool fixed = now.kind == Kind::kWarp || (permanent(now.code) && s->cublas && s->cublas->prepared(m));
+  if (fixed && (!s->cublas || s->cublas->has_workspace(stream, capturing))) return now.kind;
+  if (capturing)
     fail(StatusCode::kCapturing, "gemm.prepare", "stream", "capturing", "a stream that does not capture",
          "prepare before the capture begins");
   prepare_rows(m, stream, false);
@@ -296,25 +324,29 @@ Kind CudaPlan::prepare(int m, Stream stream) {
 }
 
 void CudaPlan::prepare_rows(int m, Stream stream, bool late) {
-  const ContextGuard context(context_);
   const RelaxedCapture relaxed;
   const WhyCode reason = shape_reason(*snapshot(), m);
   if (reason == WhyCode::kNone && !snapshot()->kernels[static_cast<std::size_t>(bucket_index(m))]) load_bucket(m, late);
   const Snapshot& s = *snapshot();
   const Route r = route(s, m);
   if (r.kind != Kind::kWarp) {
-    if (options_.strict && m <= kMaxWarpRows) refuse_strict(s, m, r.code);
-    if (cublas_) cublas_->prepare(m, s.weight);
-    if ((logged_.fetch_or(1u << static_cast<unsigned>(r.code), std::memory_order_relaxed) &
-         (1u << static_cast<unsigned>(r.code))) == 0) {
+    if (options_.strict && m <= kMaxWarpRows) fail(strict_refusal(s, m, r.code));
+    if (s.cublas) s.cublas->prepare(m, s.weight);
+    if (first_of(r.code)) {
       const std::string text =
           fmt::format("gemm {} x {}: M = {} on cuBLAS: {}", s.weight.n, s.weight.k, m, sentence(s, m, r.code));
       if (permanent(r.code)) log_info(text);
       else log_warn(text);
     }
   }
-  if (cublas_) cublas_->make_workspace(stream);
+  if (s.cublas) s.cublas->make_workspace(stream);
   if (m <= kMaxWarpRows) prepared_[static_cast<std::size_t>(m)].store(true, std::memory_order_release);
+}
+
+bool CudaPlan::first_of(WhyCode code) const {
+  const std::uint32_t bit = 1u << static_cast<unsigned>(code);
+  return (logged_.load(std::memory_order_relaxed) & bit) == 0 &&
+         (logged_.fetch_or(bit, std::memory_order_relaxed) & bit) == 0;
 }
 
 Tactic CudaPlan::choose_tactic(int m) const {
@@ -327,11 +359,11 @@ Tactic CudaPlan::choose_tactic(int m) const {
   return warp_tactic(m, w.n, w.k, facts_, options_.strict);
 }
 
-// Loads the kernel of m's bucket. A failure is the bucket's alone, and is tried again by the next prepare.
+// Loads the kernel of m's bucket. A failure is the bucket's alone, and is tried again by the next prepare, not by run.
 void CudaPlan::load_bucket(int m, bool late) {
   const auto bucket = static_cast<std::size_t>(bucket_index(m));
-  const bool sealed = sealed_.load(std::memory_order_acquire);
-  if (sealed) return;
+  if (sealed_.load(std::memory_order_acquire)) return;
+  if (late && failed_[bucket].load(std::memory_order_acquire) != WhyCode::kNone) return;
   try {
     LoadReport report;
     auto kernel = std::make_shared<WarpKernel>(
@@ -347,6 +379,7 @@ void CudaPlan::load_bucket(int m, bool late) {
     next->weight_reason = s->weight_reason;
     next->kernels = s->kernels;
     next->maps = s->maps;
+    next->cublas = s->cublas;
     next->captured.store(s->captured.load());
     next->kernels[bucket] = kernel;
     if (!next->weight_reason) next->maps[bucket] = warp_tensor_map(next->weight, kernel->tactic);
@@ -365,14 +398,12 @@ void CudaPlan::load_bucket(int m, bool late) {
   }
 }
 
-void CudaPlan::refuse_strict(const Snapshot& s, int m, WhyCode code) const {
-  const std::string text = sentence(s, m, code);
-  const char* accepted = "with strict: a row count that the warp kernel serves";
+Status CudaPlan::strict_refusal(const Snapshot& s, int m, WhyCode code) const {
+  StatusCode status = StatusCode::kUnsupported;
   if (code == WhyCode::kCompileFailed || code == WhyCode::kLoadFailed || code == WhyCode::kCompilingOff)
-    fail(StatusCode::kCompileFailed, "gemm.prepare", "m", text, accepted);
-  if (code == WhyCode::kNotPrepared || code == WhyCode::kSealed)
-    fail(StatusCode::kNotPrepared, "gemm.run", "m", text, accepted);
-  fail(StatusCode::kUnsupported, "gemm.prepare", "m", text, accepted);
+    status = StatusCode::kCompileFailed;
+  if (code == WhyCode::kNotPrepared || code == WhyCode::kSealed) status = StatusCode::kNotPrepared;
+  return refusal(status, "gemm.run", "m", sentence(s, m, code), "with strict: a row count that the warp kernel serves");
 }
 
 void CudaPlan::pin(int m, Kind kind) {
@@ -387,7 +418,7 @@ void CudaPlan::pin(int m, Kind kind) {
     if (m > kMaxWarpRows) return;
     const ContextGuard context(context_);
     const RelaxedCapture relaxed;
-    if (cublas_) cublas_->prepare(m, weight());
+    if (const Snapshot* s = snapshot(); s->cublas) s->cublas->prepare(m, s->weight);
     pins_[static_cast<std::size_t>(m)].store(Pin::kCublas, std::memory_order_release);
     return;
   }
@@ -406,16 +437,17 @@ void CudaPlan::pin(int m, Kind kind) {
 void CudaPlan::weights_updated(Stream stream) {
   if (packed_) packed_->pack(stream);
   ordinary_next_.store(true, std::memory_order_release);
+  PdlChain::forget();  // of this thread; the flag is for the others
 }
 
 // ---- Run
 
 void CudaPlan::run(const TensorView* now, const TensorView& x_view, const TensorView& out_view, Stream stream) {
+  const ContextGuard context(context_);
   const Snapshot* s = now != nullptr ? follow(*now) : snapshot();
   std::int64_t rows = 0;
   if (const Status status = check_operands(s->weight, x_view, out_view, &rows); !status.ok()) fail(status);
   if (rows == 0 || s->weight.n == 0) return;
-  const ContextGuard context(context_);
   const MatrixView out = matrix_of(out_view);
   if (s->weight.k == 0) return fill_zero(out, stream);
   const bool capturing = is_capturing(stream);
@@ -423,9 +455,10 @@ void CudaPlan::run(const TensorView* now, const TensorView& x_view, const Tensor
 
   Route r = route(*s, m);
   const auto prepared = [&] {
-    return r.kind == Kind::kWarp ||
-           (m <= kMaxWarpRows ? prepared_[static_cast<std::size_t>(m)].load(std::memory_order_acquire)
-                              : cublas_ && cublas_->prepared(m));
+    if (r.kind == Kind::kWarp) return true;
+    if (r.code == WhyCode::kNotPrepared) return false;
+    return m <= kMaxWarpRows ? prepared_[static_cast<std::size_t>(m)].load(std::memory_order_acquire)
+                             : s->cublas && s->cublas->prepared(m);
   };
   if (!prepared()) {
     if (!capturing) {
@@ -451,33 +484,36 @@ void CudaPlan::run(const TensorView* now, const TensorView& x_view, const Tensor
     }
   }
   if (r.kind == Kind::kWarp)
-    if (const WhyCode code = warp_takes_operands(s->weight, x_view, out_view); code != WhyCode::kNone)
-      r = {Kind::kCublas, code};
+    if (const WhyCode code = warp_takes_operands(x_view, out_view); code != WhyCode::kNone) r = {Kind::kCublas, code};
 
-  if (capturing && !s->captured.load(std::memory_order_relaxed)) s->captured.store(true, std::memory_order_relaxed);
   if (r.kind == Kind::kWarp) {
     const auto bucket = static_cast<std::size_t>(bucket_index(m));
     const WarpKernel& kernel = *s->kernels[bucket];
     const bool ordinary = ordinary_next_.load(std::memory_order_acquire) && ordinary_next_.exchange(false);
     const bool early = options_.pdl != Pdl::kOff && !ordinary &&
-                       PdlChain::follows_own_kernel(stream, capturing, options_.pdl == Pdl::kAlways);
+                       PdlChain::follows_own_kernel(context_, stream, capturing, options_.pdl == Pdl::kAlways);
     const bool packed = kernel.tactic.weight_order == WeightOrder::kPacked;
     launch_warp(kernel, s->maps[bucket], packed ? packed_->memory.data() : s->weight.view.data, s->weight,
                 matrix_of(x_view), out, early, stream);
-    PdlChain::record(stream, capturing);
+    PdlChain::record(context_, stream, capturing);
+    if (capturing) s->captured.store(true, std::memory_order_relaxed);
     return count(counters_.warp_runs);
   }
 
+  const bool operands = is_operand_code(r.code);
   if (options_.strict && m <= kMaxWarpRows) {
-    if (r.code == WhyCode::kXLayout || r.code == WhyCode::kOutLayout)
-      fail(StatusCode::kUnsupported, "gemm.run", "operands", sentence_of(r.code, s->weight, x_view, out_view),
+    if (operands)
+      fail(StatusCode::kUnsupported, "gemm.run", "operands", sentence_of(r.code, x_view, out_view),
            "with strict: what the warp kernel takes");
-    refuse_strict(*s, m, r.code);
+    fail(strict_refusal(*s, m, r.code));
   }
-  if (!cublas_) fail(cublas_status());
-  const bool fixed = r.code != WhyCode::kXLayout && r.code != WhyCode::kOutLayout;
-  cublas_->run(s->weight, x_view, out_view, stream, fixed, capturing, counters_);
+  if (!s->cublas) fail(cublas_status());
+  if (operands && first_of(r.code))
+    log_info(fmt::format("gemm {} x {}: M = {} on cuBLAS: {}", s->weight.n, s->weight.k, m,
+                         sentence_of(r.code, x_view, out_view)));
+  s->cublas->run(s->weight, x_view, out_view, stream, !operands, capturing, counters_);
   PdlChain::forget();
+  if (capturing) s->captured.store(true, std::memory_order_relaxed);
   count(counters_.cublas_runs);
   count(counters_.fallback_by_code[static_cast<std::size_t>(r.code)]);
 }
@@ -559,6 +595,9 @@ PreparedWarpSplitK::PreparedWarpSplitK(const TensorView& view, const std::map<in
     if (const auto reason = warp_takes_weight(impl_->weight, tactic.weight_align))
       fail(StatusCode::kBadLayout, place, "weight", reason.sentence, "a weight that the warp kernel takes");
     const auto bucket = static_cast<std::size_t>(bucket_index(m));
+    if (impl_->kernels[bucket] && !(impl_->kernels[bucket]->tactic == complete(wanted, bucket_of(m), facts)))
+      fail(StatusCode::kInvalidArgument, place, "tactics", fmt::format("two for the bucket of m = {}", m),
+           "one tactic for each bucket of 8 rows");
     impl_->kernels[bucket] =
         std::make_shared<WarpKernel>(load_warp_kernel(m, impl_->weight, tactic, facts.arch, true, nullptr));
     impl_->maps[bucket] = warp_tensor_map(impl_->weight, tactic);
@@ -574,16 +613,16 @@ void PreparedWarpSplitK::run(const TensorView& x, const TensorView& out, Stream 
   if (m == 0 || impl_->weight.n == 0) return;
   if (m > kMaxWarpRows || !impl_->kernels[static_cast<std::size_t>(bucket_index(static_cast<int>(m)))])
     fail(StatusCode::kNotPrepared, "gemm.run", "m", std::to_string(m), "row counts of the tactics given");
-  if (const WhyCode code = warp_takes_operands(impl_->weight, x, out); code != WhyCode::kNone)
-    fail(StatusCode::kBadLayout, "gemm.run", "operands", sentence_of(code, impl_->weight, x, out),
-         "what the warp kernel takes");
+  if (const WhyCode code = warp_takes_operands(x, out); code != WhyCode::kNone)
+    fail(StatusCode::kBadLayout, "gemm.run", "operands", sentence_of(code, x, out), "what the warp kernel takes");
   const ContextGuard context(impl_->context);
   const bool capturing = is_capturing(stream);
   const bool ordinary = impl_->ordinary_next.exchange(false, std::memory_order_acq_rel);
   const auto bucket = static_cast<std::size_t>(bucket_index(static_cast<int>(m)));
   launch_warp(*impl_->kernels[bucket], impl_->maps[bucket], impl_->weight.view.data, impl_->weight, matrix_of(x),
-              matrix_of(out), !ordinary && PdlChain::follows_own_kernel(stream, capturing, false), stream);
-  PdlChain::record(stream, capturing);
+              matrix_of(out), !ordinary && PdlChain::follows_own_kernel(impl_->context, stream, capturing, false),
+              stream);
+  PdlChain::record(impl_->context, stream, capturing);
 }
 
 void PreparedWarpSplitK::rebind(const TensorView& view) {
@@ -591,10 +630,14 @@ void PreparedWarpSplitK::rebind(const TensorView& view) {
   const Weight weight = check_weight(view, "gemm.rebind");
   if (const auto reason = warp_takes_weight(weight, 16))
     fail(StatusCode::kBadLayout, "gemm.rebind", "weight", reason.sentence, "a weight that the warp kernel takes");
-  impl_->weight = weight;
-  impl_->ordinary_next.store(true, std::memory_order_release);
+  const ContextGuard context(impl_->context);
+  auto maps = impl_->maps;
   for (std::size_t b = 0; b < impl_->kernels.size(); ++b)
-    if (impl_->kernels[b]) impl_->maps[b] = warp_tensor_map(weight, impl_->kernels[b]->tactic);
+    if (impl_->kernels[b]) maps[b] = warp_tensor_map(weight, impl_->kernels[b]->tactic);
+  impl_->weight = weight;
+  impl_->maps = maps;
+  impl_->ordinary_next.store(true, std::memory_order_release);
+  PdlChain::forget();
 }
 
 std::vector<CompileKey> PreparedWarpSplitK::keys() const {

@@ -116,7 +116,7 @@ Status tactic_valid(const Tactic& t, int m, std::int64_t n, std::int64_t k, cons
   if (!warp_eligible(n, k))
     return invalid("shape", fmt::format("({}, {})", n, k), "N a multiple of 16 and K a multiple of 64, both above 0");
   if (n > INT32_MAX / 2 || k > INT32_MAX / 4)
-    return invalid("shape", fmt::format("({}, {})", n, k), "N and K below 2^29");
+    return invalid("shape", fmt::format("({}, {})", n, k), "N below 2^30 and K below 2^29");
   if (!known_arch(facts.arch)) return invalid("architecture", std::to_string(facts.arch), "90, 100, 103, 120");
   if (t.mma != Mma::kMmaSync) return invalid("mma", "wgmma", "mma_sync");
   if (t.x_mode != XMode::kStreamed) return invalid("x_mode", "resident", "streamed");

@@ -29,8 +29,7 @@ int number_before(std::string_view line, std::string_view label) {
 }  // namespace
 
 std::vector<std::string> compile_options(const CompileRequest& request) {
-  return {"--gpu-architecture=" + request.arch, "--std=c++20",
-          "--ptxas-options=-v"};
+  return {"--gpu-architecture=" + request.arch, "--std=c++20", "--ptxas-options=-v"};
 }
 
 std::string source_hash(const CompileRequest& request, std::span<const EmbeddedText> files) {

@@ -80,10 +80,15 @@ std::shared_ptr<const CompiledKernel> load_kernel(const CompileRequest& request,
     kernel = std::make_shared<const CompiledKernel>(load(request, built, smem_bytes, &module));
   }
   said.milliseconds = std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - start).count();
-  const std::lock_guard guard(table().mutex);
-  const auto [it, first] = table().kernels.emplace(slot, kernel);
+  bool first = false;
+  {
+    const std::lock_guard guard(table().mutex);
+    const auto [it, inserted] = table().kernels.emplace(slot, kernel);
+    first = inserted;
+    kernel = it->second;
+  }
   if (!first) driver().cuModuleUnload(module);  // another thread was faster: its kernel is the one that runs
-  return it->second;
+  return kernel;
 }
 
 }  // namespace twostep

@@ -186,6 +186,23 @@ TEST_F(GemmCapture, first_use_inside_a_capture_runs_on_cublas_and_is_counted_G26
   expect_exact_run(gemm, linear, 16, Kind::kWarp, stream());
 }
 
+TEST_F(GemmCapture, prepare_of_a_prepared_row_count_returns_at_once_on_a_capturing_stream) {
+  TWOSTEP_NEEDS_CUBLAS();
+  const Linear linear(272, 1088);
+  DraftGemm gemm(linear.weight);
+  gemm.prepare(8, stream());
+  gemm.prepare(65, stream());
+  const HostMatrix values = integers(8, 1088, 2);
+  const Matrix x(values), out(8, 272);
+  const Graph graph(stream(), [&] {
+    EXPECT_EQ(gemm.prepare(8, stream()), Kind::kWarp);
+    EXPECT_EQ(gemm.prepare(65, stream()), Kind::kCublas);
+    gemm.run(x.view(), out.view(), stream());
+  });
+  graph.launch(stream());
+  expect_exact(out.get(), exact_product(values, linear.host));
+}
+
 TEST_F(GemmCapture, a_miss_is_refused_and_records_nothing_when_asked_to) {
   const Linear linear(272, 1088);
   Options options;

@@ -158,7 +158,8 @@ TEST_F(GemmPdl, a_captured_run_sees_the_x_that_its_predecessor_wrote_late_G19) {
   const Graph graph(stream(), [&] {
     write_late(*x, stale, kM * kK, 0, stream());
     write_late(*x, fresh, kM * kK, 100, stream());
-    PdlChain::record(stream(), true);  // this kernel keeps the rule of 7.2, so it may count as one of ours
+    PdlChain::record(primary_context(kDevice), stream(),
+                     true);  // this kernel keeps the rule of 7.2, so it may count as one of ours
     run_once(gemm, *out, stream());
   });
   EXPECT_EQ(graph.num_programmatic_edges(), 1u);
@@ -170,7 +171,7 @@ TEST_F(GemmPdl, an_eager_run_with_always_sees_the_x_written_late_G19) {
   const Matrix stale(integers(kM, kK, 3)), fresh(values);
   write_late(*x, stale, kM * kK, 0, stream());
   write_late(*x, fresh, kM * kK, 100, stream());
-  PdlChain::record(stream(), false);
+  PdlChain::record(primary_context(kDevice), stream(), false);
   run_once(gemm, *out, stream());
   expect_exact(out->get(), expected);
 }
@@ -181,7 +182,7 @@ TEST_F(GemmPdl, an_eager_run_sees_the_weight_that_the_kernel_before_it_wrote_G20
   DraftGemm gemm = plan();
   run_once(gemm, *out, stream());
   write_late(linear->matrix, source, kN * kK, 100, stream());
-  PdlChain::record(stream(), false);  // even if it were one of ours
+  PdlChain::record(primary_context(kDevice), stream(), false);  // even if it were one of ours
   run_once(gemm, *out, stream());
   expect_exact(out->get(), exact_product(values, new_weight));
 }
@@ -195,7 +196,7 @@ TEST_F(GemmPdl, a_captured_writer_of_the_weight_is_seen_after_weights_updated_G2
   const Graph graph(stream(), [&] {
     run_once(gemm, *out, stream());
     write_late(linear->matrix, source, kN * kK, 50, stream());
-    PdlChain::record(stream(), true);
+    PdlChain::record(primary_context(kDevice), stream(), true);
     gemm.weights_updated(stream());
     run_once(gemm, second, stream());
     run_once(gemm, third, stream());
@@ -233,10 +234,10 @@ TEST_F(GemmPdl, a_captured_chain_has_the_bits_of_pdl_off_G21) {
   const Graph graph(stream(), [&] {
     for (Matrix* to : {&*out, &second}) {
       write_late(*x, fresh, kM * kK, 2, stream(), to == &second);
-      PdlChain::record(stream(), true);
+      PdlChain::record(primary_context(kDevice), stream(), true);
       run_once(gemm, *to, stream());
       write_late(*x, other, kM * kK, 0, stream(), true);
-      PdlChain::record(stream(), true);
+      PdlChain::record(primary_context(kDevice), stream(), true);
     }
   });
   EXPECT_EQ(graph.num_programmatic_edges(), 5u);  // all but before the first

@@ -94,6 +94,32 @@ TEST_F(GemmPlan, a_pin_forces_one_row_count_alone) {
   EXPECT_EQ(code_of([&] { never.pin(7, Kind::kWarp); }), StatusCode::kUnsupported);
 }
 
+TEST_F(GemmPlan, an_eager_run_prepares_what_a_pin_sends_to_warp) {
+  TWOSTEP_NEEDS_CUBLAS();
+  const Linear linear(272, 1088);
+  DraftGemm gemm(linear.weight);
+  gemm.pin(7, Kind::kCublas);
+  gemm.prepare(7, stream());
+  gemm.pin(7, Kind::kWarp);
+  const HostMatrix values = integers(7, 1088, 2);
+  const Matrix x(values), out(7, 272);
+  gemm.run(x.view(), out.view(), stream());
+  expect_exact(out.get(), exact_product(values, linear.host));
+  EXPECT_EQ(gemm.stats().warp_runs, 1u);
+}
+
+TEST_F(GemmPlan, prepare_and_questions_need_no_current_context) {
+  const Linear linear(272, 1088);
+  DraftGemm gemm(linear.weight);
+  gemm.prepare(8);
+  std::thread([&] {
+    EXPECT_EQ(gemm.prepare(8), Kind::kWarp);
+    EXPECT_EQ(gemm.prepare(16), Kind::kWarp);
+    EXPECT_NO_THROW(gemm.bind(linear.weight));
+    EXPECT_EQ(gemm.why(8), "");
+  }).join();
+}
+
 // 4.3: both times stand in the sentence; a pin overrules the table.
 TEST_F(GemmPlan, the_table_sends_rows_to_the_faster_kind_and_says_so) {
   TWOSTEP_NEEDS_CUBLAS();

@@ -78,6 +78,39 @@ TEST_F(GemmWeight, a_weight_moved_to_a_worse_place_goes_to_cublas_and_back) {
   EXPECT_EQ(gemm.stats().fallbacks(WhyCode::kWeightLayout), 1u);
 }
 
+TEST_F(GemmWeight, a_weight_moved_to_an_odd_address_or_turned_is_right) {
+  TWOSTEP_NEEDS_CUBLAS();
+  const Linear linear(kN, kK), odd(kN, kK, {0, 2});
+  HostMatrix turned(kK, kN);
+  for (std::int64_t i = 0; i < kK; ++i)
+    for (std::int64_t j = 0; j < kN; ++j) turned.at(i, j) = linear.host.at(j, i);
+  const Matrix stored(turned);
+  TensorView transposed = TensorView::matrix(stored.data(), kN, kK, Device::cuda(kDevice));
+  transposed.stride = {1, kN, 0, 0};
+  DraftGemm gemm(linear.weight);
+  for (int m : {1, 5, 64, 65}) {
+    gemm.bind(odd.weight);
+    expect_exact_run(gemm, linear, m, Kind::kCublas, stream());
+    gemm.bind(transposed);
+    expect_exact_run(gemm, linear, m, Kind::kCublas, stream());
+    gemm.bind(linear.weight);
+    expect_exact_run(gemm, linear, m, m <= 64 ? Kind::kWarp : Kind::kCublas, stream());
+  }
+}
+
+TEST_F(GemmWeight, a_plan_of_a_misaligned_weight_takes_the_warp_kernel_once_the_weight_is_aligned) {
+  TWOSTEP_NEEDS_CUBLAS();
+  const Linear linear(kN, kK), shifted(kN, kK, {0, 8});
+  DraftGemm gemm(shifted.weight);
+  EXPECT_EQ(gemm.prepare(kM, stream()), Kind::kCublas);
+  gemm.bind(linear.weight);
+  const HostMatrix values = integers(kM, kK, 2);
+  const Matrix x(values), out(kM, kN);
+  gemm.run(x.view(), out.view(), stream());  // eager: the first run on this weight prepares it
+  expect_exact(out.get(), exact_product(values, linear.host));
+  EXPECT_EQ(gemm.stats().warp_runs, 1u);
+}
+
 TEST_F(GemmWeight, another_tensor_at_the_same_address_is_refused_G39) {
   const Linear linear(kN, kK);
   DraftGemm gemm(linear.weight);
@@ -201,6 +234,17 @@ TEST_F(GemmPacked, a_moved_source_is_refused) {
   const Matrix x(integers(kM, kK, 2)), out(kM, kN);
   EXPECT_NO_THROW(gemm.run(linear.weight, x.view(), out.view(), stream()));
   EXPECT_EQ(code_of([&] { gemm.run(moved.view(), x.view(), out.view(), stream()); }), StatusCode::kWeightChanged);
+}
+
+TEST_F(GemmPacked, another_pitch_of_the_source_is_refused) {
+  const Linear linear(kN, kK, {kK + 8, 0});
+  const PackedWeight packed = pack_weight(linear.weight, packed_tactic(kN, kM), stream());
+  DraftGemm gemm(packed);
+  prepare_on(gemm, kM, Kind::kWarp, stream());
+  const Matrix x(integers(kM, kK, 2)), out(kM, kN);
+  TensorView narrower = linear.weight;
+  narrower.stride[0] = kK;
+  EXPECT_EQ(code_of([&] { gemm.run(narrower, x.view(), out.view(), stream()); }), StatusCode::kWeightChanged);
 }
 
 TEST_F(GemmPacked, what_cannot_be_packed_is_refused) {
