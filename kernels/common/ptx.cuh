@@ -11,6 +11,14 @@ using i64 = long long;
 
 __device__ inline u32 smem_address(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
 
+// True in one lane of the converged warp. The compiler then keeps that lane's addresses in uniform registers, which the
+// copy instructions want.
+__device__ inline bool elect_one() {
+  u32 elected;
+  asm volatile("{ .reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 %0, 1, 0, p; }" : "=r"(elected));
+  return elected != 0;
+}
+
 // ---- Programmatic dependent launch
 
 // Returns when the kernels before this one on the stream are complete and their writes are visible.

@@ -154,7 +154,7 @@ Status tactic_valid(const Tactic& t, int m, std::int64_t n, std::int64_t k, cons
 
 std::vector<Tactic> valid_tactics(int m, std::int64_t n, std::int64_t k, const DeviceFacts& facts) {
   std::vector<Tactic> found;
-  for (WeightLoad load : {WeightLoad::kRows, WeightLoad::kTiles})
+  for (WeightLoad load : {WeightLoad::kTiles, WeightLoad::kRows})
     for (int tile_n : kTileNs)
       for (int tile_k : kTileKs)
         for (int slices : kSliceCounts)
@@ -180,8 +180,9 @@ std::vector<Tactic> valid_tactics(int m, std::int64_t n, std::int64_t k, const D
 // A model of bytes and launches, fitted to nothing finer than the probes in docs/notes: it separates good from
 // bad, not best from second.
 double model_us(const Tactic& t, int m, std::int64_t n, std::int64_t k, const DeviceFacts& facts) {
-  constexpr double kDeviceRate = 4.6e6;    // bytes per microsecond, all SMs
-  constexpr double kSmRate = 6.0e4;        // what one SM can take in
+  constexpr double kDeviceRate = 4.6e6;  // bytes per microsecond, all SMs
+  constexpr double kSmRate = 6.0e4;      // what one SM can take in
+  constexpr double kCopyUs = 0.008;
   constexpr double kL2Rate = 5.0e6;        // x, read again by every CTA
   constexpr double kInFlight = 128 << 10;  // bytes per SM that keep the memory busy
   const double ctas = static_cast<double>(warp_grid(t, n));
@@ -196,9 +197,15 @@ double model_us(const Tactic& t, int m, std::int64_t n, std::int64_t k, const De
   const double tied = turns ? 1.0 + 0.06 * (t.cluster_n - 1) : 1.0;
   const double stream = std::max(total / kDeviceRate, rounds * tile_bytes / kSmRate) * std::min(tied, 1.25) / hidden;
   const double x_traffic = ctas * bucket_of(m) * 2.0 * static_cast<double>(k) / t.cluster_n / kL2Rate;
+  // Copies that one SM's loaders issue: those of w, and a row of x each.
+  const double tiles = std::ceil(static_cast<double>(k) / t.tile_k);
+  const double w_copies = t.weight_order == WeightOrder::kPacked ? 1
+                          : t.weight_load == WeightLoad::kRows   ? t.tile_n
+                                                                 : t.tile_k / kBoxColumns;
+  const double copies = rounds * tiles * (w_copies + static_cast<double>(bucket_of(m)) / t.cluster_n) * kCopyUs;
   const double tail = 0.8 + 0.02 * t.k_slices * bucket_of(m) * t.tile_n / 64.0 / t.warps;
-  const double steps = std::ceil(static_cast<double>(k) / t.tile_k) * 0.02;  // a barrier round each
-  return std::max(stream, 0.5 * x_traffic) + 0.5 * x_traffic + tail + steps;
+  const double steps = tiles * 0.02;  // a barrier round each
+  return std::max({stream, 0.5 * x_traffic, copies}) + 0.5 * x_traffic + tail + steps;
 }
 
 std::optional<TableEntry> table_entry(int m, std::int64_t n, std::int64_t k, const DeviceFacts& facts) {
