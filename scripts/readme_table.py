@@ -1,0 +1,51 @@
+#!/usr/bin/env python3
+"""The performance table of README.md, from tactics/h200.json. With --check: exit 1 unless README.md holds it."""
+
+import json
+import pathlib
+import sys
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+BEGIN, END = "<!-- table: scripts/readme_table.py -->", "<!-- end of table -->"
+LAYERS = [  # K3.1 at TP8; g_proj exists in checkpoints with an output gate
+    ("q_b", 2304, 1536), ("o_proj", 7168, 1536), ("g_proj", 1536, 7168), ("down", 7168, 1792), ("qkv_a", 2112, 7168),
+    ("context_kv", 2880, 7168), ("gate_up", 3584, 7168), ("lm_head", 20480, 7168), ("context_proj shard", 896, 35840)]
+ROWS = (8, 16, 32, 64)
+
+
+def cell(entry):
+    ours, cublas = f"{entry['warp_us']:.2f}", f"{entry['cublas_us']:.2f}"
+    return f"**{ours}** / {cublas}" if entry["warp_us"] <= entry["cublas_us"] else f"{ours} / **{cublas}**"
+
+
+def table():
+    data = json.loads((ROOT / "tactics/h200.json").read_text(encoding="utf-8"))
+    entries = {(e["n"], e["k"], e["rows"]): e for e in data["entries"]}
+    shown = [entries[n, k, rows] for _, n, k in LAYERS for rows in ROWS]
+    wins = sum(e["warp_us"] <= e["cublas_us"] for e in shown)
+    all_wins = sum(e["warp_us"] <= e["cublas_us"] for e in entries.values())
+    lines = [
+        f"{data['gpu']}, driver {data['measured']['driver']}; early chain, cold L2; microseconds, ours / cuBLASLt, the "
+        f"faster in bold. Ours is faster in {wins} of these {len(shown)} and in {all_wins} of all {len(entries)} measured; "
+        "where it is not, `DraftGemm` runs cuBLASLt and says so.", "",
+        "| linear (N, K) | read limit | " + " | ".join(f"M = {rows}" for rows in ROWS) + " |",
+        "| --- " * (2 + len(ROWS)) + "|"]
+    for name, n, k in LAYERS:
+        cells = [cell(entries[n, k, rows]) for rows in ROWS]
+        lines.append(f"| {name} ({n}, {k}) | {entries[n, k, 8]['limit_us']:.2f} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def main():
+    readme = ROOT / "README.md"
+    text = readme.read_text(encoding="utf-8")
+    head, rest = text.split(BEGIN)
+    current = f"{head}{BEGIN}\n{table()}\n{END}{rest.split(END)[1]}"
+    if "--check" not in sys.argv:
+        readme.write_text(current, encoding="utf-8")
+    elif current != text:
+        sys.exit("README.md: the table is not that of tactics/h200.json; run scripts/readme_table.py")
+
+
+if __name__ == "__main__":
+    main()
