@@ -37,10 +37,10 @@ bench-cpu: configure
 	$(BUILD)/bench/twostep_bench_cpu
 
 format: setup
-	clang-format-14 -i $(SOURCES)
+	@clang-format-14 -i $(SOURCES)
 
 format-check: setup
-	clang-format-14 --dry-run --Werror $(SOURCES)
+	@clang-format-14 --dry-run --Werror $(SOURCES)
 
 clean:
 	rm -rf build build-cpu build-cuda build-device build-sanitize build-fuzz demo

@@ -42,25 +42,11 @@ DeviceFacts facts_of(const WhyOptions& options) {
 void print_rejections(int m, Shape shape, const DeviceFacts& facts) {
   std::map<std::string, int> rejected;
   int valid = 0;
-  for (const WeightLoad load : {WeightLoad::kRows, WeightLoad::kTiles})
-    for (const int tile_n : {16, 32, 64, 128})
-      for (const int tile_k : {64, 128, 256, 512, 1024})
-        for (const int slices : {1, 2, 4, 8})
-          for (const int warps : {4, 8})
-            for (int stages = 2; stages <= 12; ++stages)
-              for (const int cluster : {1, 2, 4, 8}) {
-                Tactic tactic;
-                tactic.weight_load = load;
-                tactic.tile_n = tile_n;
-                tactic.tile_k = tile_k;
-                tactic.k_slices = slices;
-                tactic.warps = warps;
-                tactic.stages = stages;
-                tactic.cluster_n = cluster;
-                const Status status = tactic_valid(complete(tactic, m, facts), m, shape.n, shape.k, facts);
-                if (status.ok()) ++valid;
-                else ++rejected[fmt::format("{}: accepted: {}", status.argument, status.accepted)];
-              }
+  for (const Tactic& tactic : candidate_tactics(m, shape.k, facts)) {
+    const Status status = tactic_valid(tactic, m, shape.n, shape.k, facts);
+    if (status.ok()) ++valid;
+    else ++rejected[fmt::format("{}: accepted: {}", status.argument, status.accepted)];
+  }
   fmt::print("    {} tactics are valid\n", valid);
   for (const auto& [rule, count] : rejected) fmt::print("    {:>5} rejected by {}\n", count, rule);
 }

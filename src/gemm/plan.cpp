@@ -89,7 +89,7 @@ class CudaPlan final : public Plan {
   const CUcontext context_;
   const DeviceFacts facts_;
   const std::shared_ptr<PackedWeight::Impl> packed_;
-  std::string no_tactic_;  // why no tactic is valid on this GPU; empty: some are
+  std::string no_tactic_;                               // why no tactic is valid on this GPU; empty: some are
   std::array<bool, kMaxWarpRows + 1> cublas_faster_{};  // by the table
 
   std::atomic<const Snapshot*> current_{nullptr};

@@ -152,8 +152,8 @@ Status tactic_valid(const Tactic& t, int m, std::int64_t n, std::int64_t k, cons
   return {};
 }
 
-std::vector<Tactic> valid_tactics(int m, std::int64_t n, std::int64_t k, const DeviceFacts& facts) {
-  std::vector<Tactic> found;
+std::vector<Tactic> candidate_tactics(int m, std::int64_t k, const DeviceFacts& facts) {
+  std::vector<Tactic> all;
   for (WeightLoad load : {WeightLoad::kTiles, WeightLoad::kRows})
     for (int tile_n : kTileNs)
       for (int tile_k : kTileKs)
@@ -171,10 +171,15 @@ std::vector<Tactic> valid_tactics(int m, std::int64_t n, std::int64_t k, const D
                 t.k_slices = slices;
                 t.warps = warps;
                 t.stages = stages;
-                t = complete(t, m, facts);
-                if (tactic_valid(t, m, n, k, facts).ok()) found.push_back(t);
+                all.push_back(complete(t, m, facts));
               }
-  return found;
+  return all;
+}
+
+std::vector<Tactic> valid_tactics(int m, std::int64_t n, std::int64_t k, const DeviceFacts& facts) {
+  std::vector<Tactic> all = candidate_tactics(m, k, facts);
+  std::erase_if(all, [&](const Tactic& t) { return !tactic_valid(t, m, n, k, facts).ok(); });
+  return all;
 }
 
 // A model of bytes and launches, fitted to nothing finer than the probes in docs/notes: it separates good from

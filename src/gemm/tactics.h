@@ -13,7 +13,9 @@ namespace twostep {
 // Changes when tactic_valid or the meaning of a tactic's field changes: old cubins are then not loaded.
 inline constexpr const char* kTacticRules = "gemm-rules-1";
 
-// Every valid tactic for the bucket of m, in a fixed order.
+// The grid that is searched for the bucket of m, in a fixed order: valid and not.
+std::vector<Tactic> candidate_tactics(int m, std::int64_t k, const DeviceFacts& facts);
+// The valid ones of it.
 std::vector<Tactic> valid_tactics(int m, std::int64_t n, std::int64_t k, const DeviceFacts& facts);
 
 // Those of one family: `k_slices` alone fixes the order of summation (5.1).
