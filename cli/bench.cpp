@@ -196,17 +196,35 @@ void print_ranking(const GemmCase& item, int bucket, const std::vector<Candidate
   std::fflush(stdout);
 }
 
-int sweep_on_gpu(const BenchOptions& options, int index) {
-  constexpr int kFinalists = 6;
-  // The table says where cuBLAS is faster: without it every choice would be a guess.
-  if (!options.table.empty()) throw_if_error(cublas_status());
+// What a sweep searches for. Refuses what it would have to leave out.
+std::set<int> sweep_buckets(const BenchOptions& options) {
   std::set<int> buckets;
   for (const int m : parse_rows(kPlace, options.rows))
-    if (m <= kMaxWarpRows) buckets.insert((m + kRowBucket - 1) / kRowBucket * kRowBucket);
+    if (m <= kMaxWarpRows) buckets.insert(bucket_of(m));
+  if (buckets.empty())
+    fail(StatusCode::kInvalidArgument, kPlace, "--rows", options.rows,
+         fmt::format("for --sweep at least one count from 1 to {}", kMaxWarpRows));
+  return buckets;
+}
+
+std::vector<GemmCase> sweep_cases(const BenchOptions& options) {
+  std::vector<GemmCase> cases = cases_of(options);
+  for (const GemmCase& item : cases)
+    if (!warp_eligible(item.n, item.k))
+      fail(StatusCode::kInvalidArgument, kPlace, "--shape", fmt::format("{},{}", item.n, item.k),
+           "for --sweep N a multiple of 16 and K a multiple of 64", "others are served by cuBLAS and have no tactics");
+  return cases;
+}
+
+int sweep_on_gpu(const BenchOptions& options, int index) {
+  constexpr int kFinalists = 6;
+  const std::set<int> buckets = sweep_buckets(options);
+  const std::vector<GemmCase> cases = sweep_cases(options);
+  // The table says where cuBLAS is faster: without it every choice would be a guess.
+  if (!options.table.empty()) throw_if_error(cublas_status());
   const MeasureDevice device(index);
   Machine machine = this_machine(command_of(options));
   device.describe(machine);
-  const std::vector<GemmCase> cases = cases_of(options);
   Progress progress("sweep");
   std::size_t done = 0;
   bool failed = false;
@@ -215,7 +233,6 @@ int sweep_on_gpu(const BenchOptions& options, int index) {
     std::optional<GemmBench> bench;
     for (const int bucket : buckets) {
       progress.update(done++, cases.size() * buckets.size(), fmt::format("{},{} rows {}", item.n, item.k, bucket));
-      if (!warp_eligible(item.n, item.k)) continue;
       if (!bench) bench.emplace(device, item.n, item.k, kMaxWarpRows);
       const std::vector<Candidate> ranking = bench->sweep(bucket, options.candidates, kFinalists);
       const Chain now = bench->measure(bucket, false).chains.front();
@@ -226,6 +243,8 @@ int sweep_on_gpu(const BenchOptions& options, int index) {
       }
       MeasuredEntry measured;
       measured.entry = {item.n, item.k, bucket, ranking[0].tactic, ranking[0].full.median, now.baseline.median};
+      measured.warp_spread_us = ranking[0].full.spread();
+      measured.cublas_spread_us = now.baseline.spread();
       measured.limit_us = now.limit.median;
       measured.runner_up_us = ranking.size() > 1 ? ranking[1].full.median : 0;
       entries.push_back(measured);
@@ -245,6 +264,9 @@ int bench_gemm(const BenchOptions& options) {
   if (options.sweep)
     fail(StatusCode::kUnsupported, kPlace, "--device", options.device, "a GPU for --sweep",
          "the CPU backend has no tactics");
+  if (options.strict)
+    fail(StatusCode::kUnsupported, kPlace, "--device", options.device, "a GPU for --strict",
+         "strict plans choose among tactics, and the CPU backend has none");
   return bench_on_cpu(options);
 }
 
@@ -255,14 +277,20 @@ void add_bench(CLI::App& app, int& exit_code) {
   bench->require_subcommand(1);
   auto* gemm = bench->add_subcommand("gemm", "DraftGemm in graphs over rotating weights");
   auto options = std::make_shared<BenchOptions>();
-  gemm->add_option("--model", options->model, "k3 or k3.1")->capture_default_str();
-  gemm->add_option("--tp", options->tp, "Tensor-parallel size: 1, 4, 8, 16")->capture_default_str();
+  gemm->add_option("--model", options->model, "k3 or k3.1")
+      ->check(CLI::IsMember({"k3", "k3.1"}))
+      ->capture_default_str();
+  gemm->add_option("--tp", options->tp, "Tensor-parallel size")
+      ->check(CLI::IsMember({1, 4, 8, 16}))
+      ->capture_default_str();
   gemm->add_option("--shape", options->shapes, "N,K in place of a model; may be repeated")->allow_extra_args(false);
   gemm->add_option("--rows", options->rows, "Row counts and ranges: 1,8,16-20")->capture_default_str();
-  gemm->add_option("--json", options->json, "Write one JSON line for each row and chain");
+  auto* json = gemm->add_option("--json", options->json, "Write one JSON line for each row and chain");
   gemm->add_option("--device", options->device, "auto, cpu, cuda:0, ..")->capture_default_str();
-  gemm->add_flag("--strict", options->strict, "Plans whose rows have the same bits for every M");
-  auto* sweep = gemm->add_flag("--sweep", options->sweep, "Search tactics for the bucket of each row count");
+  auto* strict = gemm->add_flag("--strict", options->strict, "Plans whose rows have the same bits for every M");
+  auto* sweep = gemm->add_flag("--sweep", options->sweep, "Search tactics for the bucket of each row count")
+                    ->excludes(json)
+                    ->excludes(strict);
   gemm->add_option("--candidates", options->candidates, "Tactics that a sweep tries for one bucket")
       ->check(CLI::Range(1, 10000))
       ->capture_default_str()

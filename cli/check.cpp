@@ -9,6 +9,7 @@
 #include "cli/arguments.h"
 #include "cli/commands.h"
 #include "cli/progress.h"
+#include "cli/seed.h"
 #include "io/cases.h"
 #include "measure/check_gemm.h"
 #if TWOSTEP_CUDA
@@ -29,7 +30,8 @@ struct CheckOptions {
   std::string device = "auto";
   std::vector<std::string> shapes;
   std::string rows;
-  std::uint64_t data = 1;
+  std::string data_text = "1";
+  std::uint64_t data = 1;  // of data_text
   std::string name;
   bool quick = false;
 };
@@ -76,7 +78,7 @@ void print_report(const CheckOptions& options, Shape shape, const CheckReport& r
              report.failures.empty() ? "ok" : fmt::format("{} FAILED", report.failures.size()));
   for (const CheckFailure& failure : report.failures)
     fmt::print("  {} data, {}: {}\n    twostep check gemm --device {} --shape {},{} --rows {} --data {}\n",
-               data_name(failure.data), failure.engine, failure.sentence, options.device, shape.n, shape.k, failure.m,
+               data_name(failure.data), failure.route, failure.sentence, options.device, shape.n, shape.k, failure.m,
                options.data);
 }
 
@@ -131,9 +133,10 @@ void add_check(CLI::App& app, int& exit_code) {
       ->allow_extra_args(false);
   gemm->add_option("--case", options->name, "Only cases of this name or layer: k3.1/tp8/q_b, q_b");
   gemm->add_option("--rows", options->rows, "Row counts and ranges: 1,8,16-20");
-  gemm->add_option("--data", options->data, "Seed of the operands and their layout")->capture_default_str();
+  gemm->add_option("--data", options->data_text, "Seed of the operands and their layout")->capture_default_str();
   gemm->add_flag("--quick", options->quick, "Bucket edges alone");
   gemm->callback([options, &exit_code] {
+    options->data = parse_seed("twostep check gemm", options->data_text, "--data");
     options->device = resolve_device(options->device);
     exit_code = check_gemm(*options);
   });

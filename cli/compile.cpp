@@ -16,6 +16,7 @@
 #include <thread>
 #include <vector>
 
+#include "cli/arguments.h"
 #include "core/check.h"
 #include "core/env.h"
 #include "cuda/driver.h"
@@ -45,12 +46,6 @@ struct CompileOptions {
   unsigned jobs = std::max(1u, std::thread::hardware_concurrency());
   bool list = false;
   bool report = false;
-};
-
-struct Shape {
-  std::int64_t n = 0;
-  std::int64_t k = 0;
-  friend auto operator<=>(const Shape&, const Shape&) = default;
 };
 
 // One line of the output.
@@ -83,10 +78,8 @@ std::vector<Shape> shapes_of(const CompileOptions& options) {
     if (seen.insert(shape).second) shapes.push_back(shape);
   };
   for (const auto& text : options.shapes) {
-    Shape shape;
-    int used = 0;
-    const bool read = std::sscanf(text.c_str(), "%ld,%ld%n", &shape.n, &shape.k, &used) == 2;
-    if (!read || text.size() != static_cast<std::size_t>(used) || !warp_eligible(shape.n, shape.k))
+    const Shape shape = parse_shape("twostep compile", text);
+    if (!warp_eligible(shape.n, shape.k))
       fail(StatusCode::kInvalidArgument, "twostep compile", "--shape", text,
            "N,K with N a multiple of 16 and K a multiple of 64", "others are served by cuBLAS and need no kernel");
     add(shape);
@@ -284,7 +277,7 @@ void add_compile(CLI::App& app, int& exit_code) {
       ->excludes(arch);
   command->add_flag("--strict", options->strict, "the kernels of Options::strict");
   command->add_option("--cache", options->cache, "folder to fill; default: that of this user");
-  command->add_option("--jobs", options->jobs, "compiles at a time")->check(CLI::PositiveNumber)->capture_default_str();
+  command->add_option("--jobs", options->jobs, "compiles at a time")->check(CLI::Range(1, 1024))->capture_default_str();
   command->add_flag("--list", options->list, "say what is there, compile nothing");
   command->add_flag("--report", options->report, "registers, shared memory and spills; a spill is a failure");
   command->callback([options, &exit_code] { exit_code = run_compile(*options); });

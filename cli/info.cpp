@@ -1,7 +1,6 @@
 #include <fmt/format.h>
 
 #include <CLI/CLI.hpp>
-#include <cstdlib>
 #include <filesystem>
 #include <thread>
 
@@ -86,14 +85,8 @@ void print_cpu() {
 }
 
 void print_environment() {
-  bool any = false;
-  for (const char* name : {"TWOSTEP_CACHE_DIR", "TWOSTEP_CACHE", "TWOSTEP_JIT", "TWOSTEP_WARP", "TWOSTEP_NVRTC",
-                           "TWOSTEP_CUBLASLT", "TWOSTEP_LOG", "TWOSTEP_THREADS"})
-    if (const char* value = std::getenv(name)) {
-      fmt::print("environment    {}={}\n", name, value);
-      any = true;
-    }
-  if (!any) fmt::print("environment    no TWOSTEP_ variable is set\n");
+  for (const auto& [name, value] : environment().set) fmt::print("environment    {}={}\n", name, value);
+  if (environment().set.empty()) fmt::print("environment    no TWOSTEP_ variable is set\n");
 }
 
 }  // namespace

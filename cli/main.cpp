@@ -2,13 +2,22 @@
 #include <CLI/CLI.hpp>
 #include <cstdio>
 #include <exception>
+#include <new>
+#include <string>
 
 #include "cli/commands.h"
+#include "core/env.h"
+#include "measure/row.h"
 #include "twostep/status.h"
 
-int main(int argc, char** argv) {
+namespace {
+
+int run(int argc, char** argv) {
   CLI::App app{"twostep: prepared decode kernels for the Kimi K3 family"};
   app.require_subcommand(1);
+  app.set_version_flag("--version", "twostep " + twostep::build_version());
+  app.failure_message(
+      [](const CLI::App*, const CLI::Error& error) { return std::string("twostep: ") + error.what() + "\n"; });
   int exit_code = 0;
   twostep::cli::add_info(app, exit_code);
   twostep::cli::add_why(app, exit_code);
@@ -27,9 +36,22 @@ int main(int argc, char** argv) {
     const bool input = code == twostep::StatusCode::kDataError || code == twostep::StatusCode::kInvalidArgument ||
                        code == twostep::StatusCode::kUnsupported;
     return input ? 2 : 1;
+  } catch (const std::bad_alloc&) {
+    std::fprintf(stderr, "twostep: not enough memory for this size\n");
+    return 1;
   } catch (const std::exception& error) {
     std::fprintf(stderr, "twostep: %s\n", error.what());
     return 1;
   }
   return exit_code;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  twostep::environment();  // first, so that the log begins with what is set
+  const int exit_code = run(argc, argv);
+  if (std::fflush(stdout) == 0 && std::ferror(stdout) == 0) return exit_code;
+  std::fprintf(stderr, "twostep: standard output could not be written; the result is not whole\n");
+  return 1;
 }

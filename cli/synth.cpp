@@ -7,29 +7,31 @@
 
 #include "cli/commands.h"
 #include "cli/progress.h"
+#include "cli/seed.h"
 
 namespace twostep::cli {
 namespace {
 
 struct SynthOptions {
   std::string preset;
-  std::uint64_t seed = 1;
+  std::string seed = "1";
   std::string out;
   std::string set = "{}";
   bool force = false;
 };
 
 void run_synth(const SynthOptions& options) {
+  const std::uint64_t seed = parse_seed("synth", options.seed);
   const DrafterConfig config = DrafterConfig::from_json(synth_preset(options.preset).to_json(), options.set);
   SynthReport report;
   {
     Progress progress("synth " + options.preset);
-    report = write_synthetic(config, options.seed, options.out, options.force,
+    report = write_synthetic(config, seed, options.out, options.force,
                              [&](std::uint64_t done, std::uint64_t all) { progress.update(done, all); });
   }
   for (const auto& file : report.present) fmt::print("already there  {}\n", file);
   for (const auto& file : report.written) fmt::print("written        {}\n", file);
-  fmt::print("{} seed {}: {:.1f} MB written\n", options.preset, options.seed, static_cast<double>(report.bytes) * 1e-6);
+  fmt::print("{} seed {}: {:.1f} MB written\n", options.preset, seed, static_cast<double>(report.bytes) * 1e-6);
 }
 
 }  // namespace

@@ -55,9 +55,9 @@ void print_rejections(int m, Shape shape, const DeviceFacts& facts) {
 std::string shape_refusal(int m, Shape shape) {
   alignas(16) static std::uint16_t memory[8];
   const Weight weight{TensorView::matrix(memory, shape.n, shape.k), shape.n, shape.k, shape.k, false};
-  if (const FallbackReason reason = warp_takes_weight(weight, 16)) return reason.sentence;
-  if (m > kMaxWarpRows) return fmt::format("M = {}; the warp kernel takes 1 to {} rows", m, kMaxWarpRows);
-  return {};
+  if (const FallbackReason reason = warp_takes_weight(weight, 16))
+    return fmt::format("{}: {}", why_name(reason.code), reason.sentence);
+  return m > kMaxWarpRows ? fmt::format("{}: {}", why_name(WhyCode::kRowsAbove64), rows_sentence(m)) : std::string();
 }
 
 void explain(int m, Shape shape, const DeviceFacts& facts, bool strict) {
@@ -75,8 +75,8 @@ void explain(int m, Shape shape, const DeviceFacts& facts, bool strict) {
   }
   const bool faster = entry && !entry->warp_wins() && !strict;
   print(faster ? Kind::kCublas : Kind::kWarp,
-        faster ? fmt::format("cublas_faster: {:.2f} us against {:.2f} us, measured at M = {}; pin(m, warp) forces warp",
-                             entry->cublas_us, entry->warp_us, entry->rows)
+        faster ? fmt::format("{}: {}", why_name(WhyCode::kCublasFaster),
+                             faster_sentence(facts.name, entry->rows, entry->cublas_us, entry->warp_us))
                : "");
   fmt::print("    tactic {}, {:.2f} us by the model\n", to_string(*tactic),
              model_us(*tactic, m, shape.n, shape.k, facts));

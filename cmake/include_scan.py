@@ -25,10 +25,10 @@ ROOMS = [
     ("gemm plan", ["src/gemm/plan.*", "src/gemm/warp.*", "src/gemm/cublas.*", "src/gemm/packed.*"],
      ["include", "core", "gemm", "cuda", "jit", "jit loading"]),
     ("gemm", ["src/gemm/*"], ["include", "core"]),
-    ("drafter", ["src/drafter/*"], ["include", "core", "io", "gemm"]),
+    ("drafter", ["src/drafter/*"], ["include", "core", "io"]),
     ("measure on a GPU", ["src/measure/device.*", "src/measure/nvml.*", "src/measure/*_cuda.*", "src/measure/chain.*",
                           "src/measure/bench_gemm.*", "src/measure/draft_step.cpp"], ["include", "src"]),
-    ("measure", ["src/measure/*"], ["include", "core", "jit", "io", "gemm"]),
+    ("measure", ["src/measure/*"], ["include", "core", "jit", "gemm"]),
     ("cli", ["cli/*"], ["include", "src"]),
     # The loader is tested without a GPU, on an NVRTC that the test brings.
     ("tests of the loader", ["tests/unit/jit_nvrtc.cpp"], ["include", "core", "jit", "jit loading", "tests/unit"]),

@@ -1,6 +1,6 @@
 // out[r, c] = a value that depends on base and r * cols + c alone: the same on every device and with every stride.
 //   out  [rows, cols] BF16   rows `stride` elements apart; what lies between rows is not touched
-// mix64 and the uniform values are those of synthetic checkpoints. src/measure/values.cpp computes the same bits.
+// mix64 is that of synthetic checkpoints. src/measure/values.cpp computes the same bits.
 // Grid: any; one CTA takes whole rows.
 #pragma once
 
@@ -8,7 +8,7 @@
 
 namespace twostep::measure {
 
-enum class Data { kUniform, kNormal, kIntegers };
+enum class Data { kNormal, kIntegers };
 
 __device__ inline u64 mix64(u64 z) {
   z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;
@@ -18,7 +18,6 @@ __device__ inline u64 mix64(u64 z) {
 
 __device__ inline float value_of(Data data, u64 bits, float scale) {
   if (data == Data::kIntegers) return float(int((bits >> 32) % 9) - 4);
-  if (data == Data::kUniform) return (float(bits >> 40) * 0x1p-23f - 1.0f) * scale;
   // Four 16-bit uniforms: their sum is close to normal, has this standard deviation, and is exact.
   const int sum = int(bits & 0xffff) + int(bits >> 16 & 0xffff) + int(bits >> 32 & 0xffff) + int(bits >> 48);
   return float(sum - 131070) * (1.0f / 37837.23f) * scale;

@@ -1,5 +1,6 @@
 #include "core/env.h"
 
+#include <charconv>
 #include <cstdlib>
 
 #include "core/log.h"
@@ -12,7 +13,28 @@ std::string text_of(const char* name) {
   return value ? value : "";
 }
 
-bool flag_of(const char* name) { return text_of(name) != "0"; }
+// Not silent: a value that is not taken is named once, at the read.
+void refuse(const char* name, const std::string& value, const char* accepted) {
+  log_warn(std::string(name) + "=" + value + " is ignored; accepted: " + accepted);
+}
+
+bool flag_of(const char* name) {
+  const std::string value = text_of(name);
+  if (value.empty() || value == "1") return true;
+  if (value != "0") refuse(name, value, "0, 1");
+  return value != "0";
+}
+
+int count_of(const char* name) {
+  constexpr int kMost = 4096;
+  const std::string value = text_of(name);
+  if (value.empty()) return 0;
+  int count = 0;
+  const auto [end, error] = std::from_chars(value.data(), value.data() + value.size(), count);
+  if (error == std::errc() && end == value.data() + value.size() && count >= 0 && count <= kMost) return count;
+  refuse(name, value, "0 to 4096");
+  return 0;
+}
 
 std::string default_cache_dir() {
   if (auto xdg = text_of("XDG_CACHE_HOME"); !xdg.empty()) return xdg + "/twostep";
@@ -30,8 +52,10 @@ Environment read() {
   env.nvrtc = text_of("TWOSTEP_NVRTC");
   env.cublaslt = text_of("TWOSTEP_CUBLASLT");
   env.log_level = text_of("TWOSTEP_LOG");
-  env.threads = std::atoi(text_of("TWOSTEP_THREADS").c_str());
-  if (env.threads < 0) env.threads = 0;
+  env.threads = count_of("TWOSTEP_THREADS");
+  for (const char* name : {"TWOSTEP_CACHE_DIR", "TWOSTEP_CACHE", "TWOSTEP_JIT", "TWOSTEP_WARP", "TWOSTEP_NVRTC",
+                           "TWOSTEP_CUBLASLT", "TWOSTEP_LOG", "TWOSTEP_THREADS"})
+    if (const char* value = std::getenv(name)) env.set.emplace_back(name, value);
   return env;
 }
 
@@ -40,11 +64,7 @@ Environment read() {
 const Environment& environment() {
   static const Environment env = [] {
     Environment e = read();
-    set_log_level(e.log_level);
-    for (const char* name : {"TWOSTEP_CACHE_DIR", "TWOSTEP_CACHE", "TWOSTEP_JIT", "TWOSTEP_WARP", "TWOSTEP_NVRTC",
-                             "TWOSTEP_CUBLASLT", "TWOSTEP_LOG", "TWOSTEP_THREADS"}) {
-      if (auto value = text_of(name); !value.empty()) log_info(std::string(name) + "=" + value);
-    }
+    for (const auto& [name, value] : e.set) log_info(name + "=" + value);
     return e;
   }();
   return env;

@@ -1,8 +1,9 @@
 // The environment, read once at first use (spec: style 6.5). Set variables are logged.
 #pragma once
 
-#include <filesystem>
 #include <string>
+#include <utility>
+#include <vector>
 
 namespace twostep {
 
@@ -15,6 +16,7 @@ struct Environment {
   std::string cublaslt;   // TWOSTEP_CUBLASLT: path of libcublasLt.so
   std::string log_level;  // TWOSTEP_LOG: debug | info | warn (default) | error | off
   int threads = 0;        // TWOSTEP_THREADS: CPU backend; 0: all cores this process may use
+  std::vector<std::pair<std::string, std::string>> set;  // name and value of those above that are set
 };
 
 const Environment& environment();

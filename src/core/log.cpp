@@ -3,14 +3,25 @@
 #include <spdlog/sinks/stdout_sinks.h>
 #include <spdlog/spdlog.h>
 
+#include <cstdlib>
+
 namespace twostep {
 namespace {
+
+spdlog::level::level_enum level_of(const std::string& name) {
+  if (name == "debug") return spdlog::level::debug;
+  if (name == "info") return spdlog::level::info;
+  if (name == "error") return spdlog::level::err;
+  if (name == "off") return spdlog::level::off;
+  return spdlog::level::warn;
+}
 
 spdlog::logger& logger() {
   static spdlog::logger instance = [] {
     spdlog::logger made("twostep", std::make_shared<spdlog::sinks::stderr_sink_mt>());
     made.set_pattern("twostep %l: %v");
-    made.set_level(spdlog::level::warn);
+    const char* level = std::getenv("TWOSTEP_LOG");  // not of environment(), which logs what is set
+    made.set_level(level_of(level ? level : ""));
     made.flush_on(spdlog::level::trace);
     return made;
   }();
@@ -24,12 +35,6 @@ void log_info(const std::string& text) { logger().info(text); }
 void log_warn(const std::string& text) { logger().warn(text); }
 void log_error(const std::string& text) { logger().error(text); }
 
-void set_log_level(const std::string& level) {
-  if (level == "debug") logger().set_level(spdlog::level::debug);
-  else if (level == "info") logger().set_level(spdlog::level::info);
-  else if (level == "error") logger().set_level(spdlog::level::err);
-  else if (level == "off") logger().set_level(spdlog::level::off);
-  else logger().set_level(spdlog::level::warn);
-}
+void set_log_level(const std::string& level) { logger().set_level(level_of(level)); }
 
 }  // namespace twostep

@@ -1,6 +1,22 @@
 #include "cuda/graph.h"
 
 namespace twostep {
+namespace {
+
+// A timing event. Owned.
+class Event {
+ public:
+  Event() { TWOSTEP_CUDA_CHECK(cuEventCreate(&handle_, 0), "cuda.Event"); }
+  Event(const Event&) = delete;
+  Event& operator=(const Event&) = delete;
+  ~Event() { driver().cuEventDestroy(handle_); }
+  operator CUevent() const { return handle_; }
+
+ private:
+  CUevent handle_ = nullptr;
+};
+
+}  // namespace
 
 Graph::Graph(Stream stream, const std::function<void()>& enqueue) {
   const auto handle = static_cast<CUstream>(stream.handle);
@@ -12,8 +28,13 @@ Graph::Graph(Stream stream, const std::function<void()>& enqueue) {
     if (graph_ != nullptr) driver().cuGraphDestroy(graph_);
     throw;
   }
-  TWOSTEP_CUDA_CHECK(cuStreamEndCapture(handle, &graph_), "cuda.Graph");
-  TWOSTEP_CUDA_CHECK(cuGraphInstantiate(&exec_, graph_, 0), "cuda.Graph");
+  try {
+    TWOSTEP_CUDA_CHECK(cuStreamEndCapture(handle, &graph_), "cuda.Graph");
+    TWOSTEP_CUDA_CHECK(cuGraphInstantiate(&exec_, graph_, 0), "cuda.Graph");
+  } catch (...) {
+    if (graph_ != nullptr) driver().cuGraphDestroy(graph_);
+    throw;
+  }
 }
 
 Graph::~Graph() {
@@ -44,9 +65,7 @@ std::size_t Graph::num_programmatic_edges() const {
 
 Summary time_graph(const Graph& graph, Stream stream, int warmup, int replays) {
   const auto handle = static_cast<CUstream>(stream.handle);
-  CUevent start = nullptr, end = nullptr;
-  TWOSTEP_CUDA_CHECK(cuEventCreate(&start, 0), "cuda.time_graph");
-  TWOSTEP_CUDA_CHECK(cuEventCreate(&end, 0), "cuda.time_graph");
+  const Event start, end;
   std::vector<double> samples;
   for (int i = 0; i < warmup + replays; ++i) {
     TWOSTEP_CUDA_CHECK(cuEventRecord(start, handle), "cuda.time_graph");
@@ -57,8 +76,6 @@ Summary time_graph(const Graph& graph, Stream stream, int warmup, int replays) {
     TWOSTEP_CUDA_CHECK(cuEventElapsedTime(&milliseconds, start, end), "cuda.time_graph");
     samples.push_back(1000.0 * milliseconds);
   }
-  driver().cuEventDestroy(start);
-  driver().cuEventDestroy(end);
   return summarize(std::move(samples), warmup);
 }
 

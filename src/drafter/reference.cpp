@@ -64,7 +64,7 @@ LinearError compare_linear(std::int64_t m, std::int64_t n, std::int64_t k, std::
     }
   }
   const double relative = error_square == 0 ? 0 : std::sqrt(error_square / square);
-  return {relative, worst, columns};
+  return {relative, worst, columns, m * columns};
 }
 
 }  // namespace twostep

@@ -8,10 +8,15 @@
 namespace twostep {
 
 struct LinearError {
-  double relative_norm = 0;   // ||out - r|| / ||r|| over the columns compared; at most 2.0e-3
+  double relative_norm = 0;   // ||out - r|| / ||r|| over the columns compared; at most 2.0e-3 from kNormElements on
   double worst_of_bound = 0;  // largest |out - r| over its bound 2^-8 |r| + (K/8 + 64) 2^-23 S; at most 1
   std::int64_t columns = 0;   // columns compared, each for all rows of x
-  bool ok() const { return relative_norm <= 2.0e-3 && worst_of_bound <= 1.0; }  // a NaN is not ok
+  std::int64_t elements = 0;  // rows * columns
+
+  // The norm of fewer outputs is luck: correct rounding alone exceeds the limit now and then.
+  static constexpr std::int64_t kNormElements = 2048;
+  // A NaN is not ok: in out it makes worst_of_bound infinite.
+  bool ok() const { return worst_of_bound <= 1.0 && (elements < kNormElements || relative_norm <= 2.0e-3); }
 };
 
 // Compares out [m, n] with x [m, k] * weight^T in FP64, both packed BF16. All columns where m * n * k allows it,

@@ -199,6 +199,16 @@ std::string sentence_of(WhyCode code, const TensorView& x, const TensorView& out
       is_x ? "x" : "out", address(view.data), view.stride[0]);
 }
 
+std::string rows_sentence(int m) {
+  return fmt::format("M = {}; the warp kernel takes 1 to {} rows; run fewer rows at a time, or stay on cuBLAS", m,
+                     kMaxWarpRows);
+}
+
+std::string faster_sentence(const std::string& gpu, int measured_rows, double cublas_us, double warp_us) {
+  return fmt::format("measured on {}: cuBLAS {:.2f} us, warp {:.2f} us at M = {}; pin(m, warp) forces the warp kernel",
+                     gpu, cublas_us, warp_us, measured_rows);
+}
+
 std::string describe(const TensorView& view) { return fmt::format("{} at {:#x}", to_string(view), address(view.data)); }
 
 bool same_place(const Weight& a, const Weight& b) {

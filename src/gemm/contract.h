@@ -58,6 +58,8 @@ inline bool is_operand_code(WhyCode code) { return code == WhyCode::kXLayout || 
 // The shape, layout and alignment of the weight itself, with the sentence.
 FallbackReason warp_takes_weight(const Weight& weight, int weight_align);
 std::string sentence_of(WhyCode code, const TensorView& x, const TensorView& out);  // of an operand code
+std::string rows_sentence(int m);                                                   // of kRowsAbove64
+std::string faster_sentence(const std::string& gpu, int measured_rows, double cublas_us, double warp_us);
 std::string describe(const TensorView& view);  // with its address: "BF16[8, 64] strides (64, 1) on cpu at 0x7f.."
 
 MatrixView matrix_of(const TensorView& view);

@@ -237,8 +237,7 @@ Route CudaPlan::route(const Snapshot& s, int m) const {
 std::string CudaPlan::sentence(const Snapshot& s, int m, WhyCode code) const {
   switch (code) {
     case WhyCode::kNone: return {};
-    case WhyCode::kRowsAbove64:
-      return fmt::format("M = {}; the warp kernel takes 1 to 64 rows; run fewer rows at a time, or stay on cuBLAS", m);
+    case WhyCode::kRowsAbove64: return rows_sentence(m);
     case WhyCode::kPinned: return fmt::format("M = {} is pinned to cuBLAS; pin(m, warp) undoes it", m);
     case WhyCode::kDisabled: return "the warp kernel is off; unset Options.warp = false and TWOSTEP_WARP=0";
     case WhyCode::kArchitecture:
@@ -247,10 +246,7 @@ std::string CudaPlan::sentence(const Snapshot& s, int m, WhyCode code) const {
     case WhyCode::kSharedMemory: return no_tactic_;
     case WhyCode::kCublasFaster: {
       const auto entry = table_entry(m, s.weight.n, s.weight.k, facts_);
-      return fmt::format(
-          "measured on {}: cuBLAS {:.2f} us, warp {:.2f} us at M = {}; pin(m, warp) forces the warp "
-          "kernel",
-          facts_.name, entry ? entry->cublas_us : 0.0, entry ? entry->warp_us : 0.0, entry ? entry->rows : m);
+      return entry ? faster_sentence(facts_.name, entry->rows, entry->cublas_us, entry->warp_us) : std::string();
     }
     case WhyCode::kNotPrepared: return fmt::format("M = {} is not prepared; call prepare({})", m, m);
     case WhyCode::kSealed:

@@ -121,6 +121,12 @@ Checkpoint Checkpoint::open(const std::filesystem::path& folder) {
 Checkpoint::Checkpoint(DrafterConfig config, TensorSet drafter, TensorSet target, std::string source)
     : config_(std::move(config)), source_(std::move(source)) {
   std::vector<Status> problems;
+  const auto seed = drafter.metadata.find("seed");
+  const auto target_seed = target.metadata.find("seed");
+  if (seed != drafter.metadata.end() && target_seed != target.metadata.end() && seed->second != target_seed->second)
+    problems.push_back(refusal(StatusCode::kDataError, kPlace, source_ + " target.safetensors",
+                               "seed " + printable(target_seed->second), printable(seed->second) + ", the drafter's",
+                               "write both with one twostep synth"));
   std::map<std::string, StoredTensor> named;
   for (auto& [stored_name, tensor] : drafter.tensors) {
     const std::string name = stored_name.starts_with("model.") ? stored_name.substr(6) : stored_name;

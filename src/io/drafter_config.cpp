@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <set>
 
 #include "core/log.h"
 #include "io/json.h"
@@ -25,6 +26,7 @@ class Fields {
 
   // The value, null included; nullptr where no scope has the key.
   const json* raw(const char* key) const {
+    looked_up_.insert(key);
     for (const json* scope : scopes_)
       if (const auto found = scope->find(key); found != scope->end()) return &*found;
     return nullptr;
@@ -85,12 +87,20 @@ class Fields {
     invalid(key, value, fmt::format("{}", fmt::join(accepted, ", ")));
   }
 
+  // Whoever overrides a field means one that is read.
+  void refuse_unread(const json& overrides) {
+    for (const auto& [key, value] : overrides.items())
+      if (!looked_up_.contains(key))
+        invalid(printable(key).c_str(), &value, "overrides of fields that the config has", "check the spelling");
+  }
+
   static std::string text_of(const json* value) { return value ? printable(value->dump(-1, ' ', true)) : "absent"; }
 
   std::vector<Status> problems;
 
  private:
   std::vector<const json*> scopes_;
+  mutable std::set<std::string> looked_up_;
 };
 
 void read_family(Fields& fields) {
@@ -279,6 +289,7 @@ DrafterConfig DrafterConfig::from_json(std::string_view text, std::string_view o
   read_rope(fields, config);
   read_taps(fields, config);
   read_masks(fields, dflash, config);
+  fields.refuse_unread(over);
   throw_if_any(fields.problems);
 
   const double trained = config.rope.factor * static_cast<double>(config.rope.original_max_position_embeddings);

@@ -57,9 +57,10 @@ struct DrafterConfig {
   std::int64_t num_taps() const { return static_cast<std::int64_t>(target_layer_ids.size()); }
 
   // Reads config.json. A key in `dflash_config` wins over the same key at top level; a key in `overrides` (a
-  // JSON object) wins over both. Unknown keys are ignored. Throws one Error that lists every broken rule, place
-  // "drafter.config": kInvalidArgument, or kUnsupported where all of them are only not served. Text that is no
-  // JSON is kDataError. Rules that need the caller's t and k are checked where those are known.
+  // JSON object) wins over both. Unknown keys of the config are ignored; an override of no field is a broken rule.
+  // Throws one Error that lists every broken rule, place "drafter.config": kInvalidArgument, or kUnsupported where
+  // all of them are only not served. Text that is no JSON is kDataError. Rules that need the caller's t and k are
+  // checked where those are known.
   static DrafterConfig from_json(std::string_view text, std::string_view overrides = "{}");
 
   // A config.json that from_json reads back as this config.

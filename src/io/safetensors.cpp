@@ -15,13 +15,16 @@
 
 #include "core/check.h"
 #include "io/json.h"
+#include "io/partial_file.h"
 
 namespace twostep {
 namespace {
 
 constexpr const char* kPlace = "safetensors.open";
+constexpr const char* kWritePlace = "safetensors.write";
 constexpr std::uint64_t kLengthBytes = 8;
 constexpr std::uint64_t kLargestHeader = 100'000'000;
+constexpr std::uint64_t kLargestData = std::uint64_t{1} << 60;  // of a file written
 
 struct StoredType {
   std::string_view name;
@@ -39,11 +42,11 @@ std::optional<std::uint64_t> bits_of(std::string_view dtype) {
   return found->bits;
 }
 
-// Bytes of a tensor, or nothing where the product leaves 63 bits or ends inside a byte.
+// Bytes of a tensor, or nothing where a size is negative or the product leaves 63 bits or ends inside a byte.
 std::optional<std::uint64_t> bytes_of(std::string_view dtype, std::span<const std::int64_t> shape) {
   std::int64_t bits = static_cast<std::int64_t>(bits_of(dtype).value());
   for (const std::int64_t size : shape)
-    if (__builtin_mul_overflow(bits, size, &bits)) return std::nullopt;
+    if (size < 0 || __builtin_mul_overflow(bits, size, &bits)) return std::nullopt;
   if (bits % 8 != 0) return std::nullopt;
   return static_cast<std::uint64_t>(bits / 8);
 }
@@ -102,18 +105,23 @@ StoredTensor read_entry(const std::string& name, const nlohmann::json& entry, st
   return tensor;
 }
 
-void refuse_overlap(const TensorSet& set, const std::string& file) {
+// As the format demands: tensors follow each other from the first byte after the header to the last of the file.
+void require_contiguous(const TensorSet& set, std::uint64_t data_start, std::uint64_t file_bytes,
+                        const std::string& file) {
   std::vector<const StoredTensor*> by_offset;
   for (const auto& [name, tensor] : set.tensors)
     if (tensor.bytes > 0) by_offset.push_back(&tensor);
   std::sort(by_offset.begin(), by_offset.end(), [](auto* a, auto* b) { return a->offset < b->offset; });
-  for (std::size_t i = 1; i < by_offset.size(); ++i) {
-    const StoredTensor& before = *by_offset[i - 1];
-    const StoredTensor& here = *by_offset[i];
-    if (before.offset + before.bytes > here.offset)
-      damaged(file, here.name, fmt::format("offset {}", here.offset),
-              fmt::format("{} or more, where {} ends", before.offset + before.bytes, printable(before.name)));
+  std::uint64_t end = data_start;
+  std::string after = "the header";
+  for (const StoredTensor* here : by_offset) {
+    if (here->offset != end)
+      damaged(file, here->name, fmt::format("offset {}", here->offset), fmt::format("{}, where {} ends", end, after));
+    end += here->bytes;
+    after = printable(here->name);
   }
+  if (end != file_bytes)
+    damaged(file, "", fmt::format("{} bytes", file_bytes), fmt::format("{}, where {} ends", end, after));
 }
 
 struct Descriptor {
@@ -131,7 +139,8 @@ std::uint64_t size_of(int descriptor, const std::string& name, const std::string
 }
 
 int open_file(const std::filesystem::path& file, const std::string& place) {
-  const int descriptor = ::open(file.c_str(), O_RDONLY | O_CLOEXEC);
+  // O_NONBLOCK: opening a FIFO must not wait for its writer; size_of refuses it.
+  const int descriptor = ::open(file.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
   if (descriptor < 0) fail(StatusCode::kDataError, place, file.string(), std::strerror(errno), "a readable file");
   return descriptor;
 }
@@ -164,7 +173,7 @@ TensorSet parse_safetensors(std::span<const std::byte> bytes, const std::string&
       set.metadata.emplace(key, value.get<std::string>());
     }
   }
-  refuse_overlap(set, file);
+  require_contiguous(set, kLengthBytes + header_bytes, bytes.size(), file);
   return set;
 }
 
@@ -233,14 +242,18 @@ std::string read_text(const std::filesystem::path& file, const std::string& plac
 
 SafetensorsWriter::SafetensorsWriter(std::filesystem::path file, const std::vector<TensorHeader>& tensors,
                                      const std::map<std::string, std::string>& metadata)
-    : file_(std::move(file)), temporary_(file_.string() + fmt::format(".{}.partial", ::getpid())) {
+    : file_(std::move(file)) {
   nlohmann::ordered_json header;
   if (!metadata.empty()) header["__metadata__"] = metadata;
   for (const auto& tensor : tensors) {
-    const std::uint64_t bytes = bytes_of(tensor.dtype, tensor.shape).value();
+    const auto bytes = bits_of(tensor.dtype) ? bytes_of(tensor.dtype, tensor.shape) : std::nullopt;
+    if (!bytes || *bytes > kLargestData - remaining_)
+      fail(StatusCode::kInvalidArgument, kWritePlace, printable(tensor.name),
+           fmt::format("{} {}", printable(tensor.dtype), printable(shape_text(tensor.shape))),
+           "a dtype of the format, sizes from 0 on, and less than 2^60 bytes in all");
     header[tensor.name] = {
-        {"dtype", tensor.dtype}, {"shape", tensor.shape}, {"data_offsets", {remaining_, remaining_ + bytes}}};
-    remaining_ += bytes;
+        {"dtype", tensor.dtype}, {"shape", tensor.shape}, {"data_offsets", {remaining_, remaining_ + *bytes}}};
+    remaining_ += *bytes;
   }
   std::string text = header.dump();
   text.resize((text.size() + 7) / 8 * 8, ' ');  // the data starts at a multiple of 8
@@ -248,71 +261,29 @@ SafetensorsWriter::SafetensorsWriter(std::filesystem::path file, const std::vect
   for (std::size_t i = 0; i < kLengthBytes; ++i) length[i] = static_cast<char>((text.size() >> (8 * i)) & 0xff);
   text.insert(0, length);
 
-  descriptor_ = ::open(temporary_.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644);
-  if (descriptor_ < 0) refuse("open", errno);
-  try {
-    // Space is reserved at once, so that a disk too small says so before gigabytes are written. Not every file
-    // system can; the writes then find out.
-    const auto total = static_cast<off_t>(text.size() + remaining_);
-    if (::fallocate(descriptor_, 0, 0, total) != 0 && (errno == ENOSPC || errno == EFBIG)) refuse("fallocate", errno);
-    write_all(std::as_bytes(std::span(text)));
-  } catch (...) {  // a constructor that throws has no destructor
-    ::close(descriptor_);
-    ::unlink(temporary_.c_str());
-    throw;
-  }
-}
-
-SafetensorsWriter::~SafetensorsWriter() {
-  if (descriptor_ < 0) return;
-  ::close(descriptor_);
-  ::unlink(temporary_.c_str());
-}
-
-void SafetensorsWriter::refuse(const char* call, int error) const {
-  fail(StatusCode::kUnavailable, "safetensors.write", file_.string(), fmt::format("{}: {}", call, std::strerror(error)),
-       "a folder that can be written and has room", "nothing was left behind; free space or choose another folder");
-}
-
-void SafetensorsWriter::write_all(std::span<const std::byte> data) {
-  while (!data.empty()) {
-    const auto written = ::write(descriptor_, data.data(), data.size());
-    if (written < 0 && errno == EINTR) continue;
-    if (written <= 0) refuse("write", written < 0 ? errno : ENOSPC);
-    data = data.subspan(static_cast<std::size_t>(written));
-  }
+  out_ = std::make_unique<PartialFile>(file_, kWritePlace);
+  out_->reserve(text.size() + remaining_);
+  out_->write(std::as_bytes(std::span(text)));
 }
 
 void SafetensorsWriter::append(std::span<const std::byte> data) {
   if (data.size() > remaining_)
-    fail(StatusCode::kInternal, "safetensors.write", file_.string(), fmt::format("{} bytes more", data.size()),
+    fail(StatusCode::kInternal, kWritePlace, file_.string(), fmt::format("{} bytes more", data.size()),
          fmt::format("at most {}", remaining_));
-  write_all(data);
+  out_->write(data);
   remaining_ -= data.size();
 }
 
 void SafetensorsWriter::finish() {
   if (remaining_ != 0)
-    fail(StatusCode::kInternal, "safetensors.write", file_.string(), fmt::format("{} bytes missing", remaining_), "0");
-  const int closed = ::close(descriptor_);
-  const int close_error = errno;
-  descriptor_ = -1;
-  if (closed != 0 || ::rename(temporary_.c_str(), file_.c_str()) != 0) {
-    const int error = closed != 0 ? close_error : errno;
-    ::unlink(temporary_.c_str());
-    refuse(closed != 0 ? "close" : "rename", error);
-  }
+    fail(StatusCode::kInternal, kWritePlace, file_.string(), fmt::format("{} bytes missing", remaining_), "0");
+  out_->publish();
 }
 
 void write_text(const std::filesystem::path& file, std::string_view text) {
-  const std::string temporary = file.string() + fmt::format(".{}.partial", ::getpid());
-  const Descriptor descriptor{::open(temporary.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644)};
-  const bool written =
-      descriptor.value >= 0 && ::write(descriptor.value, text.data(), text.size()) == static_cast<ssize_t>(text.size());
-  if (written && ::rename(temporary.c_str(), file.c_str()) == 0) return;
-  const int error = errno;
-  ::unlink(temporary.c_str());
-  fail(StatusCode::kUnavailable, "io.write", file.string(), std::strerror(error), "a folder that can be written");
+  PartialFile out(file, "io.write");
+  out.write(std::as_bytes(std::span(text)));
+  out.publish();
 }
 
 }  // namespace twostep

@@ -12,6 +12,7 @@
 #include <string_view>
 #include <vector>
 
+#include "io/partial_file.h"
 #include "twostep/status.h"
 
 namespace twostep {
@@ -35,8 +36,9 @@ struct TensorSet {
 };
 
 // Views of a file that is already in memory; `bytes` must outlive them. Checked before any view is made: header
-// length (at most 100 MB), JSON, dtypes, shapes, sizes, offsets inside the file, no overlap. A breach is
-// kDataError with file, tensor, offset, found and expected. `file` is used in messages only.
+// length (at most 100 MB), JSON, dtypes, shapes, sizes, offsets inside the file, and that the tensors fill it
+// without overlap or hole. A breach is kDataError with file, tensor, offset, found and expected. `file` is used in
+// messages only.
 TensorSet parse_safetensors(std::span<const std::byte> bytes, const std::string& file);
 
 // Maps the file read-only. A file that is cut while it is mapped raises SIGBUS on access, as with every mmap.
@@ -58,26 +60,20 @@ struct TensorHeader {
 };
 
 // Writes `file` front to back: the header at construction, then the data of the tensors in the order given.
-// Until finish() the bytes are in a temporary file beside it, so that no partial file looks whole. A disk that
-// is full, or any other failed call, is kUnavailable with the file and the system's text; nothing is left.
+// Until finish() the bytes are in a temporary file beside it (PartialFile), so that no partial file looks whole. A
+// disk that is full, any other failed call, or another writer of the same file, is kUnavailable with the file and
+// the system's text; nothing is left. A shape whose bytes overflow is kInvalidArgument with the tensor.
 class SafetensorsWriter {
  public:
   SafetensorsWriter(std::filesystem::path file, const std::vector<TensorHeader>& tensors,
                     const std::map<std::string, std::string>& metadata);
-  SafetensorsWriter(const SafetensorsWriter&) = delete;
-  SafetensorsWriter& operator=(const SafetensorsWriter&) = delete;
-  ~SafetensorsWriter();  // without finish(): removes the temporary file
 
   void append(std::span<const std::byte> data);
   void finish();  // kInternal if fewer or more bytes came than the header says
 
  private:
-  void write_all(std::span<const std::byte> data);
-  [[noreturn]] void refuse(const char* call, int error) const;
-
   std::filesystem::path file_;
-  std::filesystem::path temporary_;
-  int descriptor_ = -1;
+  std::unique_ptr<PartialFile> out_;
   std::uint64_t remaining_ = 0;
 };
 

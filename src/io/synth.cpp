@@ -1,9 +1,12 @@
 #include "io/synth.h"
 
 #include <fmt/format.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <cmath>
+#include <cstring>
 
 #include "core/bf16.h"
 #include "core/check.h"
@@ -57,16 +60,24 @@ bool holds(const SynthFile& file, std::uint64_t seed) {
   }
 }
 
+[[noreturn]] void refuse_size(const TensorHeader& tensor) {
+  fail(StatusCode::kInvalidArgument, kPlace, tensor.name, shape_text(tensor.shape), "a file of less than 2^63 bytes",
+       "choose smaller sizes in the config");
+}
+
+// Both fail with the tensor at which the bytes of a file leave 63 bits.
 std::uint64_t count_of(const TensorHeader& tensor) {
-  std::uint64_t count = 1;
-  for (const std::int64_t size : tensor.shape) count *= static_cast<std::uint64_t>(size);
-  return count;
+  std::int64_t bytes = 2;
+  for (const std::int64_t size : tensor.shape)
+    if (size < 0 || __builtin_mul_overflow(bytes, size, &bytes)) refuse_size(tensor);
+  return static_cast<std::uint64_t>(bytes / 2);
 }
 
 std::uint64_t bytes_of(const SynthFile& file) {
-  std::uint64_t bytes = 0;
-  for (const auto& tensor : file.tensors) bytes += 2 * count_of(tensor);
-  return bytes;
+  std::int64_t bytes = 0;
+  for (const auto& tensor : file.tensors)
+    if (__builtin_add_overflow(bytes, static_cast<std::int64_t>(2 * count_of(tensor)), &bytes)) refuse_size(tensor);
+  return static_cast<std::uint64_t>(bytes);
 }
 
 void write(const SynthFile& file, std::uint64_t seed, const std::function<void(std::uint64_t)>& progress) {
@@ -118,6 +129,16 @@ DrafterConfig k3(std::int64_t heads, std::int64_t markov_rank, bool causal) {
   c.rope = {"yarn", 50000, 32, 32768, 32, 1, 1, 1};
   c.causal.assign(static_cast<std::size_t>(c.num_hidden_layers), causal);
   return c;
+}
+
+// Whether there is a file to keep or to compare; without `force` one that cannot be read is refused for what it is.
+bool there(const fs::path& path, bool force) {
+  std::error_code error;
+  const fs::file_type type = fs::status(path, error).type();
+  if (type == fs::file_type::not_found) return false;
+  if (!error && (force || ::access(path.c_str(), R_OK) == 0)) return true;
+  fail(StatusCode::kInvalidArgument, kPlace, "out",
+       path.string() + ": " + (error ? error.message() : std::strerror(errno)), "a folder whose files can be read");
 }
 
 }  // namespace
@@ -186,7 +207,7 @@ SynthReport write_synthetic(const DrafterConfig& config, std::uint64_t seed, con
 
   const fs::path config_file = folder / "config.json";
   const std::string config_text = config.to_json();
-  const bool config_there = fs::exists(config_file);
+  const bool config_there = there(config_file, force);
   const bool config_same = config_there && read_text(config_file, kPlace) == config_text;
   std::vector<fs::path> others;
   if (config_there && !config_same) others.push_back(config_file);
@@ -195,9 +216,9 @@ SynthReport write_synthetic(const DrafterConfig& config, std::uint64_t seed, con
   std::vector<SynthFile> to_write;
   for (const SynthFile& file : {file_of(folder / "model.safetensors", expected_tensors(config, false)),
                                 file_of(folder / "target.safetensors", target_tensors(config))}) {
-    if (!fs::exists(file.path)) {
+    if (!there(file.path, force)) {
       to_write.push_back(file);
-    } else if (config_same && holds(file, seed)) {
+    } else if ((config_same || !config_there) && holds(file, seed)) {  // config.json comes last: none, interrupted
       report.present.push_back(file.path.string());
     } else {
       others.push_back(file.path);
@@ -208,6 +229,7 @@ SynthReport write_synthetic(const DrafterConfig& config, std::uint64_t seed, con
     fail(StatusCode::kInvalidArgument, kPlace, "out", others.front().string() + " exists with another content",
          "an empty folder, or one of this config and seed", "choose another folder, or overwrite with --force");
 
+  // Each below 2^63, so that the sum of two fits.
   for (const auto& file : to_write) report.bytes += bytes_of(file);
   std::uint64_t done = 0;
   for (const auto& file : to_write) {

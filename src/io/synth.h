@@ -45,8 +45,9 @@ struct SynthReport {
 };
 
 // Writes config.json, model.safetensors and target.safetensors (embed_tokens.weight, lm_head.weight) to `folder`,
-// which is created. A file that is already there with this config and seed is kept; another one is refused with
-// kInvalidArgument before anything is written, unless `force`. `progress` gets bytes done and in all.
+// which is created. A file that is already there with this config and seed is kept, also where an interrupted run
+// left no config.json yet; another one is refused with kInvalidArgument before anything is written, unless `force`.
+// So are sizes whose bytes overflow, in any case. `progress` gets bytes done and in all.
 SynthReport write_synthetic(const DrafterConfig& config, std::uint64_t seed, const std::filesystem::path& folder,
                             bool force, const std::function<void(std::uint64_t, std::uint64_t)>& progress);
 

@@ -90,16 +90,23 @@ void warn_once(const std::string& dir, const std::string& path, const char* call
                     call, path, reason));
 }
 
+// None for what is no regular file or too large for an entry: neither stalls nor exhausts the process.
 std::optional<std::string> read_file(const std::string& path) {
-  const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  constexpr std::size_t kMostBytes = std::size_t{64} << 20;
+  const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);  // a FIFO opens without its writer
   if (fd < 0) return std::nullopt;
+  struct stat info {};
+  if (::fstat(fd, &info) != 0 || !S_ISREG(info.st_mode) || static_cast<std::size_t>(info.st_size) > kMostBytes) {
+    ::close(fd);
+    return std::nullopt;
+  }
   std::string bytes;
   char part[1 << 16];
   ssize_t got = 0;
-  while ((got = ::read(fd, part, sizeof part)) > 0 || (got < 0 && errno == EINTR))
+  while (bytes.size() <= kMostBytes && ((got = ::read(fd, part, sizeof part)) > 0 || (got < 0 && errno == EINTR)))
     if (got > 0) bytes.append(part, static_cast<std::size_t>(got));
   ::close(fd);
-  if (got < 0) return std::nullopt;
+  if (got < 0 || bytes.size() > kMostBytes) return std::nullopt;
   return bytes;
 }
 

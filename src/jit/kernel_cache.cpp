@@ -26,30 +26,48 @@ Table& table() {
   return *instance;
 }
 
-CompiledKernel load(const CompileRequest& request, const Built& built, int smem_bytes, CUmodule* module) {
+CompiledKernel load(const CompileRequest& request, const Built& built, int smem_bytes, CUmodule* module,
+                    bool* refused) {
+  const auto check = [&](CUresult result, const char* call) {
+    *refused = refuses_image(result);
+    check_cuda(result, call, kPlace);
+  };
+  const Driver& api = driver();
   CompiledKernel kernel;
   kernel.key = built.key;
-  TWOSTEP_CUDA_CHECK(cuModuleLoadDataEx(module, built.cubin->bytes.data(), 0, nullptr, nullptr), kPlace);
+  check(api.cuModuleLoadDataEx(module, built.cubin->bytes.data(), 0, nullptr, nullptr), "cuModuleLoadDataEx");
   try {
-    TWOSTEP_CUDA_CHECK(cuModuleGetFunction(&kernel.function, *module, request.entry.c_str()), kPlace);
+    check(api.cuModuleGetFunction(&kernel.function, *module, request.entry.c_str()), "cuModuleGetFunction");
     // With lazy loading, asking for attributes is what loads the code.
     const auto attribute = [&](int id) {
       int value = 0;
-      TWOSTEP_CUDA_CHECK(cuFuncGetAttribute(&value, id, kernel.function), kPlace);
+      check(api.cuFuncGetAttribute(&value, id, kernel.function), "cuFuncGetAttribute");
       return value;
     };
     kernel.registers = attribute(kAttributeRegisters);
     kernel.local_bytes = attribute(kAttributeLocalBytes);
     kernel.static_smem_bytes = attribute(kAttributeStaticSmem);
-    TWOSTEP_CUDA_CHECK(cuFuncSetAttribute(kernel.function, kAttributeMaxDynamicSmem, smem_bytes), kPlace);
+    check(api.cuFuncSetAttribute(kernel.function, kAttributeMaxDynamicSmem, smem_bytes), "cuFuncSetAttribute");
   } catch (...) {
-    driver().cuModuleUnload(*module);
+    api.cuModuleUnload(*module);
     throw;
   }
   return kernel;
 }
 
 }  // namespace
+
+bool refuses_image(CUresult result) {
+  switch (result) {
+    case 200:  // INVALID_IMAGE
+    case 209:  // NO_BINARY_FOR_GPU
+    case 218:  // INVALID_PTX
+    case 222:  // UNSUPPORTED_PTX_VERSION
+    case 500:  // NOT_FOUND
+      return true;
+    default: return false;
+  }
+}
 
 std::shared_ptr<const CompiledKernel> load_kernel(const CompileRequest& request, int smem_bytes,
                                                   const BuildOptions& options, LoadReport* report) {
@@ -68,16 +86,17 @@ std::shared_ptr<const CompiledKernel> load_kernel(const CompileRequest& request,
   said.from = built.from;
   const RelaxedCapture relaxed;
   CUmodule module = nullptr;
+  bool refused = false;
   std::shared_ptr<const CompiledKernel> kernel;
   try {
-    kernel = std::make_shared<const CompiledKernel>(load(request, built, smem_bytes, &module));
+    kernel = std::make_shared<const CompiledKernel>(load(request, built, smem_bytes, &module, &refused));
   } catch (const Error& error) {
-    if (error.code() != StatusCode::kDeviceError || built.from == BuiltFrom::kCompiled) throw;
+    if (!refused || built.from == BuiltFrom::kCompiled) throw;
     log_warn(std::string("jit.load: cached build refused, built anew: ") + error.what());
     discard_build(request, built, options);
     built = build_cubin(request, options);
     said.from = built.from;
-    kernel = std::make_shared<const CompiledKernel>(load(request, built, smem_bytes, &module));
+    kernel = std::make_shared<const CompiledKernel>(load(request, built, smem_bytes, &module, &refused));
   }
   said.milliseconds = std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - start).count();
   bool first = false;

@@ -21,6 +21,10 @@ struct LoadReport {
   double milliseconds = 0;
 };
 
+// Whether a result says that the image itself is no good here: damaged, for another GPU or driver, or without the
+// kernel. Any other failure, such as the sticky one of an earlier launch, says nothing about the build.
+bool refuses_image(CUresult result);
+
 // Builds or fetches the kernel and loads it into the current context, with room for `smem_bytes` of dynamic
 // shared memory. Everything a launch needs is loaded on return. Host work; enqueues nothing; thread-safe; does
 // no harm to a capture of another thread. A build that the driver refuses is made anew once. Throws as

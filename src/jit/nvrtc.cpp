@@ -14,19 +14,23 @@
 namespace twostep {
 namespace {
 
-std::vector<std::string> paths_to_try() {
-  if (const auto& path = environment().nvrtc; !path.empty()) return {path};
-  std::vector<std::string> paths;
-  for (const char* folder : {"", "/usr/local/cuda/lib64/"})
-    for (const char* name : {"libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"})
-      paths.push_back(std::string(folder) + name);
-  return paths;
-}
-
 // "sm_90a" -> 90
 int arch_number(const std::string& arch) { return arch.starts_with("sm_") ? std::atoi(arch.c_str() + 3) : 0; }
 
 }  // namespace
+
+std::vector<std::string> nvrtc_paths(const std::string& chosen) {
+  if (!chosen.empty()) return {chosen};
+  std::vector<std::string> paths;
+  for (const char* name : {"libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"})
+    for (const char* folder : {"", "/usr/local/cuda/lib64/"}) paths.push_back(std::string(folder) + name);
+  return paths;
+}
+
+std::string nvrtc_refusal(const std::string& path, int major, int minor) {
+  if (major > 12 || (major == 12 && minor >= 8)) return {};
+  return fmt::format("{}: version {}.{} is older than 12.8", path, major, minor);
+}
 
 const Nvrtc* Nvrtc::get() { return opened().nvrtc.get(); }
 const Status& Nvrtc::status() { return opened().status; }
@@ -38,7 +42,7 @@ const Nvrtc::Opened& Nvrtc::opened() {
 
 Nvrtc::Opened Nvrtc::open() {
   std::vector<std::string> tried;
-  for (const auto& path : paths_to_try()) {
+  for (const auto& path : nvrtc_paths(environment().nvrtc)) {
     auto nvrtc = std::make_unique<Nvrtc>();
     if (auto reason = nvrtc->load(path); !reason.empty()) {
       tried.push_back(std::move(reason));
@@ -77,6 +81,7 @@ std::string Nvrtc::load(const std::string& path) {
   int count = 0;
   if (calls_.version(&major, &minor) != 0 || calls_.num_archs(&count) != 0 || count < 0)
     return path + ": does not tell its version";
+  if (auto reason = nvrtc_refusal(path, major, minor); !reason.empty()) return reason;
   archs_.resize(static_cast<std::size_t>(count));
   if (calls_.archs(archs_.data()) != 0) return path + ": does not tell its architectures";
   version_ = fmt::format("{}.{}", major, minor);

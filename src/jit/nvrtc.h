@@ -10,6 +10,12 @@
 
 namespace twostep {
 
+// The libraries that are tried, in order: `chosen` alone, or the newest name in every folder before the next name.
+std::vector<std::string> nvrtc_paths(const std::string& chosen);
+
+// Empty, or why an NVRTC of this version is refused.
+std::string nvrtc_refusal(const std::string& path, int major, int minor);
+
 class Nvrtc {
  public:
   // The process's NVRTC, looked for at first use: the file TWOSTEP_NVRTC if it is set, and no other; else the

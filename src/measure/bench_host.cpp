@@ -1,7 +1,5 @@
 #include "measure/bench_host.h"
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <cstddef>
 
@@ -10,8 +8,7 @@
 namespace twostep {
 
 HostStream::HostStream() {
-  const long cache = ::sysconf(_SC_LEVEL3_CACHE_SIZE);
-  words_.assign(std::max<std::size_t>(512u << 20, 4 * static_cast<std::size_t>(std::max(cache, 0L))) / 8, 1);
+  words_.assign(static_cast<std::size_t>(std::max<std::int64_t>(512 << 20, 4 * last_cache_bytes())) / 8, 1);
 }
 
 void HostStream::read() const {
@@ -50,6 +47,9 @@ BenchRow bench_host(std::int64_t n, std::int64_t k, int rows, double read_rate) 
   row.why = plans.front().why(rows);
   row.why_code = why_name(plans.front().why_code(rows));
   row.values = values->run(plans.front(), rows, packed_placement(n, k)).errors;
+  if (auto rule = broken_rule(row.values, Data::kNormal); !rule.empty())
+    fail(StatusCode::kInternal, "measure.bench_host", to_string(values->weight()), rule, "values within 1.4",
+         "run twostep check gemm");
 
   std::vector<std::uint16_t> x(static_cast<std::size_t>(rows * k));
   std::vector<std::uint16_t> out(static_cast<std::size_t>(rows * n));

@@ -20,7 +20,8 @@ class HostStream {
   std::vector<std::uint64_t> words_;
 };
 
-// One shape and row count over rotating weights; the chain is "host", its limit is the bytes over `read_rate`.
+// One shape and row count over rotating weights. Values that break draft-gemm 1.4 are kInternal. The chain is "host",
+// its limit is the bytes over `read_rate`.
 BenchRow bench_host(std::int64_t n, std::int64_t k, int rows, double read_rate);
 
 }  // namespace twostep

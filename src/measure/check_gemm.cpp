@@ -11,7 +11,7 @@ namespace twostep {
 namespace {
 
 // A plan, and the row counts for which it is asked.
-struct Engine {
+struct Served {
   std::string name;
   DraftGemm plan;
   std::vector<int> rows;
@@ -37,17 +37,17 @@ void prepare_all(DraftGemm& plan, const std::vector<int>& rows) {
   for (auto& thread : threads) thread.join();
 }
 
-std::string check_row(ValueCase& values, Engine& engine, int m, Data data, std::uint64_t seed, CheckReport& report) {
+std::string check_row(ValueCase& values, Served& served, int m, Data data, std::uint64_t seed, CheckReport& report) {
   try {
-    engine.plan.prepare(m);
+    served.plan.prepare(m);
     const TensorView& w = values.weight();
     const Placement at = placement_of(w.shape[0], w.shape[1], m, seed);
-    const CaseRun run = values.run(engine.plan, m, at);
+    const CaseRun run = values.run(served.plan, m, at);
     ++report.runs;
     report.warp_runs += run.ran == Kind::kWarp;
     if (run.ran != run.said) return fmt::format("kind said {}, {} ran", kind_name(run.said), kind_name(run.ran));
-    if (aligned(at, m) && run.said != engine.plan.kind(m))
-      return fmt::format("kind(m) is {}, {} took aligned operands", kind_name(engine.plan.kind(m)),
+    if (aligned(at, m) && run.said != served.plan.kind(m))
+      return fmt::format("kind(m) is {}, {} took aligned operands", kind_name(served.plan.kind(m)),
                          kind_name(run.said));
     if (data == Data::kNormal) {
       report.worst = std::max(report.worst, run.errors.worst);
@@ -83,31 +83,31 @@ Placement placement_of(std::int64_t n, std::int64_t k, int m, std::uint64_t seed
 
 CheckReport check_shape(ValueCase& values, const std::vector<int>& rows, std::uint64_t seed) {
   CheckReport report;
-  std::vector<Engine> engines;
-  engines.push_back({"served", DraftGemm(values.weight()), rows});
-  prepare_all(engines.front().plan, rows);
+  std::vector<Served> routes;
+  routes.push_back({"served", DraftGemm(values.weight()), rows});
+  prepare_all(routes.front().plan, rows);
   if (values.weight().device.is_cuda()) {
-    Engine pinned{"pinned to warp", DraftGemm(values.weight()), {}};
+    Served pinned{"pinned to warp", DraftGemm(values.weight()), {}};
     for (const int m : rows) {
-      if (engines.front().plan.why_code(m) != WhyCode::kCublasFaster) continue;
+      if (routes.front().plan.why_code(m) != WhyCode::kCublasFaster) continue;
       pinned.plan.pin(m, Kind::kWarp);
       pinned.rows.push_back(m);
     }
     prepare_all(pinned.plan, pinned.rows);
     Options fallback;
     fallback.warp = false;
-    Engine cublas{"cublas", DraftGemm(values.weight(), fallback), {}};
+    Served cublas{"cublas", DraftGemm(values.weight(), fallback), {}};
     std::copy_if(rows.begin(), rows.end(), std::back_inserter(cublas.rows),
                  [](int m) { return m == 1 || m == 8 || m == 17 || m == 64; });
-    engines.push_back(std::move(pinned));
-    engines.push_back(std::move(cublas));
+    routes.push_back(std::move(pinned));
+    routes.push_back(std::move(cublas));
   }
   for (const Data data : {Data::kNormal, Data::kIntegers}) {
     values.set_data(data, seed);
-    for (Engine& engine : engines)
-      for (const int m : engine.rows)
-        if (auto sentence = check_row(values, engine, m, data, seed, report); !sentence.empty())
-          report.failures.push_back({m, data, engine.name, std::move(sentence)});
+    for (Served& served : routes)
+      for (const int m : served.rows)
+        if (auto sentence = check_row(values, served, m, data, seed, report); !sentence.empty())
+          report.failures.push_back({m, data, served.name, std::move(sentence)});
   }
   return report;
 }

@@ -1,4 +1,4 @@
-// Values of DraftGemm on every engine that serves a shape, over many row counts and layouts (spec: draft-gemm 15).
+// Values of DraftGemm on every kind that serves a shape, over many row counts and layouts (spec: draft-gemm 15).
 #pragma once
 
 #include <cstdint>
@@ -19,7 +19,7 @@ Placement placement_of(std::int64_t n, std::int64_t k, int m, std::uint64_t seed
 struct CheckFailure {
   int m = 0;
   Data data = Data::kNormal;
-  std::string engine;    // "served", "cublas", "pinned to warp"
+  std::string route;     // "served", "cublas", "pinned to warp"
   std::string sentence;  // what is wrong
 };
 

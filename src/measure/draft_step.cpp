@@ -30,6 +30,14 @@ Resident upload(const MeasureDevice& device, const DraftStepLinear& linear) {
   return made;
 }
 
+// From one launch of a graph to all of them.
+Summary times(Summary one, double launches) {
+  one.median *= launches;
+  one.p10 *= launches;
+  one.p90 *= launches;
+  return one;
+}
+
 }  // namespace
 
 DraftStepResult measure_draft_step_cuda(
@@ -39,7 +47,7 @@ DraftStepResult measure_draft_step_cuda(
   const std::size_t count = inputs.linears.size();
   const Replays replays{3, inputs.iterations};
   DraftStepResult result;
-  result.device = device.facts().name;
+  result.machine = inputs.machine;
   result.linears.resize(count);
 
   std::vector<Resident> residents;
@@ -73,11 +81,11 @@ DraftStepResult measure_draft_step_cuda(
   std::vector<Piece> pieces;
   for (const Resident& resident : residents)
     pieces.push_back({resident.weight.data(), static_cast<std::int64_t>(resident.weight.bytes())});
-  result.step_us = launches * step.early(run, replays).median;
-  result.step_read_limit_us = launches * early_read_limit(step, pieces, replays).median;
+  result.step = times(step.early(run, replays), launches);
+  result.step_read_limit = times(early_read_limit(step, pieces, replays), launches);
 
   // Layers share shapes, and a time does not depend on the values: each shape is measured once.
-  std::map<std::tuple<std::int64_t, std::int64_t, int>, Chain> measured;
+  std::map<std::tuple<std::int64_t, std::int64_t, int>, BenchRow> measured;
   for (std::size_t i = 0; i < count; ++i) {
     const DraftStepLinear& linear = inputs.linears[i];
     progress("time " + linear.name, i, count);
@@ -85,12 +93,17 @@ DraftStepResult measure_draft_step_cuda(
     auto at = measured.find(key);
     if (at == measured.end()) {
       GemmBench bench(device, linear.n, linear.k, linear.rows);
-      at = measured.emplace(key, bench.measure(linear.rows, false, replays).chains.front()).first;
+      at = measured.emplace(key, bench.measure(linear.rows, false, replays)).first;
+      if (measured.size() == 1) bench.describe_under_load(result.machine);
     }
-    const Chain& chain = at->second;
-    result.linears[i].microseconds = chain.ours.median;
-    result.linears[i].cublas_us = chain.baseline.median;
-    result.linears[i].read_limit_us = chain.limit.median;
+    const BenchRow& row = at->second;
+    DraftStepLinearResult& of_linear = result.linears[i];
+    of_linear.tactic = row.tactic;
+    of_linear.key = row.key;
+    of_linear.time = row.chains.front().ours;
+    of_linear.read_limit = row.chains.front().limit;
+    of_linear.fallback = row.baseline;
+    of_linear.fallback_time = row.chains.front().baseline;
   }
   progress("done", count, count);
   return result;

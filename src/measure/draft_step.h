@@ -7,6 +7,8 @@
 #include <string>
 #include <vector>
 
+#include "core/timer.h"
+#include "measure/row.h"
 #include "twostep/gemm.h"
 
 namespace twostep {
@@ -24,23 +26,26 @@ struct DraftStepLinear {
 struct DraftStepInputs {
   std::vector<DraftStepLinear> linears;  // in the order of a step
   int iterations = 5;                    // timed replays of each graph
+  Machine machine;                       // of this_machine; the result has the GPU added
 };
 
-// Times are medians in microseconds of graph replays over cold weights.
+// Times are microseconds of graph replays over cold weights.
 struct DraftStepLinearResult {
   Kind kind = Kind::kWarp;
-  std::string why;  // empty for 'warp'
-  double microseconds = 0;
-  double read_limit_us = 0;        // a kernel that only streams the weight, measured in the same run
-  double cublas_us = 0;            // the same product pinned to cuBLAS; 0 where cuBLASLt is missing
+  std::string why;          // empty for 'warp'
+  std::string tactic, key;  // empty where no kernel of ours ran
+  Summary time;
+  Summary read_limit;              // a kernel that only streams the weight, measured in the same run
+  std::string fallback;            // "cuBLASLt 13.0.2"; empty: missing
+  Summary fallback_time;           // the same product pinned to cuBLAS; kept = 0 where it is missing
   std::vector<std::uint16_t> out;  // [rows, n] BF16 of a run on x, for the caller to compare
 };
 
 struct DraftStepResult {
   std::vector<DraftStepLinearResult> linears;  // as the inputs
-  double step_us = 0;                          // all linears in order, in one graph
-  double step_read_limit_us = 0;               // the reader over the same weights, in one graph
-  std::string device;                          // "NVIDIA H200"
+  Summary step;                                // all linears in order, in one graph
+  Summary step_read_limit;                     // the reader over the same weights, in one graph
+  Machine machine;                             // clocks under load
 };
 
 // `progress(stage, done, all)` is called on this thread while loading, preparing and timing. Throws as DraftGemm

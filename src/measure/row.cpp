@@ -2,6 +2,8 @@
 
 #include <fmt/chrono.h>
 #include <fmt/format.h>
+#include <measure_commit.h>  // made by each build
+#include <unistd.h>
 
 #include <algorithm>
 #include <ctime>
@@ -15,6 +17,8 @@ namespace twostep {
 namespace {
 
 using Json = nlohmann::ordered_json;
+
+constexpr std::int64_t kPastL2 = 240'000'000;  // four times the largest L2 that is meant
 
 Json summary_json(const Summary& s) {
   if (s.kept == 0) return nullptr;
@@ -38,6 +42,13 @@ const char* verdict_name(Verdict verdict) {
   return "unknown";
 }
 
+// Whether the copies of a weight pass the cache: plan_ring makes no more than 128 of a small one.
+const char* cache_state(const BenchRow& row) {
+  const std::int64_t cache = row.kind == Kind::kCpu ? last_cache_bytes() : 0;
+  const auto past = static_cast<double>(cache > 0 ? 4 * cache : kPastL2);
+  return row.ring.weights * row.bytes() < past ? "warm" : "cold";
+}
+
 Json row_json(const BenchRow& row, const Chain& chain, const Machine& machine) {
   const bool cpu = row.kind == Kind::kCpu;
   Json json;
@@ -55,11 +66,11 @@ Json row_json(const BenchRow& row, const Chain& chain, const Machine& machine) {
                      {"power_limit_w", machine.power_limit_w},
                      {"threads", machine.threads}};
   json["protocol"] = {{"chain", chain.name},
-                      {"l2", "cold"},
+                      {"l2", cache_state(row)},
                       {"rotated_weights", row.ring.weights},
                       {"launches_per_graph", row.ring.launches},
                       {"graph", !cpu},
-                      {"pdl", chain.name == "early"}};
+                      {"pdl", chain.name == "early" && row.kind == Kind::kWarp}};
   json["time"] = summary_json(chain.ours);
   json["bytes"] = row.bytes();
   json["bytes_formula"] = "2 * n * k";
@@ -79,7 +90,6 @@ Json row_json(const BenchRow& row, const Chain& chain, const Machine& machine) {
 }  // namespace
 
 Ring plan_ring(std::int64_t weight_bytes) {
-  constexpr std::int64_t kPastL2 = 240'000'000;        // four times the largest L2 that is meant
   constexpr std::int64_t kLarge = 1'500'000'000;       // above this, copies are dear
   constexpr std::int64_t kGraphBytes = 4'000'000'000;  // about a millisecond of reading: replays stay short
   const std::int64_t bytes = std::max<std::int64_t>(weight_bytes, 1);
@@ -89,6 +99,8 @@ Ring plan_ring(std::int64_t weight_bytes) {
   const auto wanted = std::clamp<std::int64_t>(kGraphBytes / bytes, 4, 24);
   return {static_cast<int>(weights), static_cast<int>((wanted + weights - 1) / weights * weights)};
 }
+
+std::int64_t last_cache_bytes() { return std::max(::sysconf(_SC_LEVEL3_CACHE_SIZE), 0L); }
 
 Verdict verdict_of(const Chain& chain) {
   if (chain.baseline.kept == 0) return Verdict::kNone;

@@ -16,6 +16,7 @@ struct Ring {
   int launches = 1;  // of one graph; a multiple of weights, so that replays rotate too
 };
 Ring plan_ring(std::int64_t weight_bytes);
+std::int64_t last_cache_bytes();  // of this CPU; 0: not known
 
 // One chain of launches. Microseconds per launch. A summary with kept = 0 was not measured.
 struct Chain {

@@ -43,6 +43,8 @@ Json entry_json(const MeasuredEntry& measured) {
             {"cluster_n", t.cluster_n}}},
           {"warp_us", hundredths(e.warp_us)},
           {"cublas_us", hundredths(e.cublas_us)},
+          {"warp_spread_us", hundredths(measured.warp_spread_us)},
+          {"cublas_spread_us", hundredths(measured.cublas_spread_us)},
           {"limit_us", hundredths(measured.limit_us)},
           {"runner_up_us", hundredths(measured.runner_up_us)}};
 }
@@ -87,17 +89,13 @@ void merge_table(const std::string& path, const Machine& machine, const std::vec
   auto entries = read_entries(path, machine.device);
   for (const MeasuredEntry& entry : measured) {
     Json json = entry_json(entry);
+    json["measured"] = {
+        {"date", machine.date}, {"commit", machine.commit}, {"driver", machine.driver}, {"nvrtc", machine.nvrtc}};
     const EntryKey key = key_of(json);
     entries[key] = std::move(json);
   }
-  const Json origin = {{"date", machine.date},
-                       {"driver", machine.driver},
-                       {"nvrtc", machine.nvrtc},
-                       {"commit", machine.commit},
-                       {"command", machine.command}};
   // One entry a line: a changed choice is one changed line.
-  std::string text =
-      fmt::format("{{\"gpu\": {}, \"measured\": {}, \"entries\": [", Json(machine.device).dump(), origin.dump());
+  std::string text = fmt::format("{{\"gpu\": {}, \"entries\": [", Json(machine.device).dump());
   const char* separator = "\n";
   for (const auto& [key, json] : entries) {
     text += separator + json.dump();
@@ -109,7 +107,11 @@ void merge_table(const std::string& path, const Machine& machine, const std::vec
   std::error_code error;
   if (std::filesystem::file_size(temporary, error) == text.size()) std::filesystem::rename(temporary, path, error);
   else if (!error) error = std::make_error_code(std::errc::io_error);
-  if (error) fail(StatusCode::kUnavailable, "measure.merge_table", path, error.message(), "a file that can be written");
+  if (error) {
+    std::error_code ignored;
+    std::filesystem::remove(temporary, ignored);
+    fail(StatusCode::kUnavailable, "measure.merge_table", path, error.message(), "a file that can be written");
+  }
 }
 
 }  // namespace twostep

@@ -11,6 +11,8 @@ namespace twostep {
 
 struct MeasuredEntry {
   TableEntry entry;
+  double warp_spread_us = 0;  // p90 - p10
+  double cublas_spread_us = 0;
   double limit_us = 0;
   double runner_up_us = 0;  // the next best tactic: how much the choice matters
 };
@@ -20,7 +22,7 @@ struct MeasuredEntry {
 std::vector<Tactic> sweep_candidates(int m, std::int64_t n, std::int64_t k, const DeviceFacts& facts, int count);
 
 // Writes `path`, keeping entries of an existing file for other (n, k, rows). Throws kDataError where that file is
-// another GPU's or no table, kUnavailable where it cannot be written.
+// another GPU's or no table, kUnavailable where it cannot be written. Each entry says when and of which commit.
 void merge_table(const std::string& path, const Machine& machine, const std::vector<MeasuredEntry>& entries);
 
 }  // namespace twostep

@@ -19,7 +19,6 @@ std::uint64_t mix64(std::uint64_t z) {
 
 float value_of(Data data, std::uint64_t bits, float scale) {
   if (data == Data::kIntegers) return static_cast<float>(static_cast<int>((bits >> 32) % 9) - 4);
-  if (data == Data::kUniform) return (static_cast<float>(bits >> 40) * 0x1p-23f - 1.0f) * scale;
   const int sum = static_cast<int>((bits & 0xffff) + (bits >> 16 & 0xffff) + (bits >> 32 & 0xffff) + (bits >> 48));
   return static_cast<float>(sum - 131070) * (1.0f / 37837.23f) * scale;
 }
@@ -130,7 +129,6 @@ class HostCase final : public ValueCase {
 
 const char* data_name(Data data) {
   switch (data) {
-    case Data::kUniform: return "uniform";
     case Data::kNormal: return "normal";
     case Data::kIntegers: return "integers";
   }

@@ -13,8 +13,8 @@
 
 namespace twostep {
 
-enum class Data { kUniform, kNormal, kIntegers };  // as kernels/measure/fill.cuh; integers are -4..4
-const char* data_name(Data data);                  // "uniform", "normal", "integers"
+enum class Data { kNormal, kIntegers };  // as kernels/measure/fill.cuh; integers are -4..4
+const char* data_name(Data data);        // "normal", "integers"
 
 inline constexpr std::uint16_t kPoison = 0xffff;  // BF16 NaN, in every output and gap before a run
 

@@ -7,6 +7,7 @@
 #include "core/check.h"
 #include "core/env.h"
 #include "core/hash.h"
+#include "core/log.h"
 #include "core/timer.h"
 #include "twostep/tensor.h"
 
@@ -123,6 +124,32 @@ TEST(CoreEnvDeathTest, set_variables_are_logged) {
     std::exit(0);
   };
   EXPECT_EXIT(child(), testing::ExitedWithCode(0), "TWOSTEP_THREADS=3");
+}
+
+TEST(CoreEnvDeathTest, the_log_knows_its_level_before_anyone_reads_the_environment) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  const auto child = [](const char* level) {
+    setenv("TWOSTEP_LOG", level, 1);
+    log_info("a line of info");
+    log_error("a line of error");
+    std::exit(0);
+  };
+  EXPECT_EXIT(child("info"), testing::ExitedWithCode(0), "a line of info(.|\n)*a line of error");
+  EXPECT_EXIT(child("error"), testing::ExitedWithCode(0), "^twostep error: a line of error\n$");
+  EXPECT_EXIT(child("off"), testing::ExitedWithCode(0), "^$");
+}
+
+TEST(CoreEnvDeathTest, what_is_set_is_kept_with_its_value) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  const auto child = [] {
+    for (const char* name : {"TWOSTEP_CACHE_DIR", "TWOSTEP_CACHE", "TWOSTEP_JIT", "TWOSTEP_WARP", "TWOSTEP_NVRTC",
+                             "TWOSTEP_CUBLASLT", "TWOSTEP_LOG"})
+      unsetenv(name);
+    setenv("TWOSTEP_THREADS", "3", 1);
+    const std::vector<std::pair<std::string, std::string>> expected{{"TWOSTEP_THREADS", "3"}};
+    std::exit(environment().set == expected ? 0 : 1);
+  };
+  EXPECT_EXIT(child(), testing::ExitedWithCode(0), "");
 }
 
 TEST(CoreEnvDeathTest, defaults_without_variables) {

@@ -15,12 +15,13 @@ struct Product {
   std::int64_t m, n, k;
   std::vector<std::uint16_t> x, w, out;
 
-  Product(std::int64_t rows, std::int64_t features, std::int64_t width) : m(rows), n(features), k(width) {
+  Product(std::int64_t rows, std::int64_t features, std::int64_t width, std::uint64_t seed = 1)
+      : m(rows), n(features), k(width) {
     x.resize(static_cast<std::size_t>(m * k));
     w.resize(static_cast<std::size_t>(n * k));
     out.resize(static_cast<std::size_t>(m * n));
-    fill("x", 1, 0, ValueKind::kFeature, 0, x);
-    fill("w", 1, 0, ValueKind::kLinear, k, w);
+    fill("x", seed, 0, ValueKind::kFeature, 0, x);
+    fill("w", seed, 0, ValueKind::kLinear, k, w);
     for (std::int64_t i = 0; i < m; ++i)
       for (std::int64_t j = 0; j < n; ++j) {
         long double sum = 0;
@@ -38,10 +39,25 @@ struct Product {
 };
 
 TEST(drafter_reference, a_correctly_rounded_product_is_within_the_bounds) {
-  const LinearError error = Product(3, 200, 160).compare();
+  const LinearError error = Product(12, 200, 160).compare();
   EXPECT_TRUE(error.ok()) << error.relative_norm << " " << error.worst_of_bound;
   EXPECT_EQ(error.columns, 200);
   EXPECT_GT(error.relative_norm, 1e-3) << "rounding to BF16 alone gives 1.66e-3";
+}
+
+TEST(drafter_reference, the_norm_of_few_outputs_is_no_verdict) {
+  double largest = 0;
+  for (std::uint64_t seed = 1; seed <= 50; ++seed) {
+    const LinearError error = Product(1, 8, 64, seed).compare();
+    EXPECT_TRUE(error.ok()) << "seed " << seed << ": " << error.relative_norm << " " << error.worst_of_bound;
+    EXPECT_EQ(error.elements, 8);
+    largest = std::max(largest, error.relative_norm);
+  }
+  EXPECT_GT(largest, 2.0e-3) << "no seed shows why";
+
+  EXPECT_FALSE((LinearError{2.1e-3, 0.9, 1024, 2048}).ok());
+  EXPECT_FALSE((LinearError{std::numeric_limits<double>::quiet_NaN(), 0.9, 1024, 2048}).ok());
+  EXPECT_FALSE((LinearError{0, std::numeric_limits<double>::quiet_NaN(), 8, 8}).ok());
 }
 
 TEST(drafter_reference, one_wrong_value_is_found) {

@@ -57,6 +57,16 @@ TEST(io_checkpoint, a_complete_checkpoint_loads_with_and_without_the_prefix) {
   EXPECT_EQ(f.load().tensor("final_norm.weight").shape, (std::vector<std::int64_t>{256}));
 }
 
+TEST(io_checkpoint, drafter_and_target_of_two_seeds_are_refused) {
+  Fixture f;
+  f.drafter.metadata["seed"] = "1";
+  EXPECT_NO_THROW((void)f.load());
+  f.target.metadata["seed"] = "1";
+  EXPECT_NO_THROW((void)f.load());
+  f.target.metadata["seed"] = "2";
+  EXPECT_TRUE(contains(f.refusal(), "target.safetensors = seed 2"));
+}
+
 TEST(io_checkpoint, missing_unexpected_and_wrong_tensors_are_listed_at_once) {
   Fixture f;
   f.drafter.tensors.erase("final_norm.weight");

@@ -76,6 +76,25 @@ TEST(io_drafter_config, nested_wins_over_top_level_and_overrides_win_over_both) 
   EXPECT_EQ(read(config, {{"markov_rank", 24}}).markov_rank, 24);
 }
 
+TEST(io_drafter_config, an_override_of_no_field_is_refused) {
+  json config = least();
+  config["some_key_of_others"] = 1;
+  EXPECT_NO_THROW((void)read(config));
+  try {
+    (void)read(config, {{"markov_rnak", 16}});
+    ADD_FAILURE() << "accepted";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), StatusCode::kInvalidArgument);
+    EXPECT_EQ(error.status().argument, "markov_rnak");
+  }
+  const json whole = json::parse(synth_preset("k3").to_json());
+  for (const auto& [key, value] : whole.items()) {
+    json same = json::object();
+    same[key] = value;
+    EXPECT_NO_THROW((void)read(whole, same)) << key;
+  }
+}
+
 TEST(io_drafter_config, each_rule_is_refused_on_its_field) {
   constexpr auto kInvalid = StatusCode::kInvalidArgument;
   for (const char* field : {"hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",

@@ -1,5 +1,6 @@
 #include <gtest/gtest.h>
 #include <sys/resource.h>
+#include <sys/stat.h>
 
 #include <csignal>
 #include <cstdlib>
@@ -81,7 +82,7 @@ std::string folder_refusal(const fs::path& folder) {
 
 TEST(io_safetensors, views_have_the_dtype_shape_and_bytes_of_the_header) {
   const auto bytes =
-      file_of(R"({"__metadata__":{"a":"b"},"t":{"dtype":"BF16","shape":[2,3],"data_offsets":[4,16]}})", 16);
+      file_of(R"({"__metadata__":{"a":"b"},"t":{"dtype":"BF16","shape":[2,3],"data_offsets":[0,12]}})", 12);
   const TensorSet set = parse_safetensors(bytes, "f");
   ASSERT_EQ(set.tensors.size(), 1u);
   const StoredTensor& t = set.tensors.at("t");
@@ -153,6 +154,14 @@ TEST(io_safetensors, malformed_entries_are_refused) {
   expect_refused("{\"\xff\":{}}", 4, "JSON");
 }
 
+TEST(io_safetensors, holes_and_trailing_bytes_are_refused) {
+  const std::string first = R"("a":{"dtype":"U8","shape":[2],"data_offsets":[0,2]})";
+  expect_refused("{" + first + R"(,"b":{"dtype":"U8","shape":[1],"data_offsets":[3,4]}})", 4, "where a ends");
+  expect_refused(R"({"b":{"dtype":"U8","shape":[3],"data_offsets":[1,4]}})", 4, "where the header ends");
+  expect_refused("{" + first + "}", 3, "where a ends");
+  expect_refused("{}", 1, "where the header ends");
+}
+
 TEST(io_safetensors, a_key_that_comes_twice_is_refused) {
   const std::string entry = R"("t":{"dtype":"U8","shape":[1],"data_offsets":[0,1]})";
   expect_refused("{" + entry + "," + entry + "}", 4, "twice");
@@ -200,6 +209,90 @@ TEST(io_safetensors, an_abandoned_or_short_write_leaves_nothing) {
     const std::vector<std::byte> more(2);
     EXPECT_THROW(writer.append(more), Error);
   }
+  EXPECT_TRUE(fs::is_empty(folder.path));
+}
+
+std::string write_refusal(const fs::path& file, const TensorHeader& first, const TensorHeader& second,
+                          StatusCode code) {
+  try {
+    const SafetensorsWriter writer(file, {first, second}, {});
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), code) << error.what();
+    return error.what();
+  }
+  ADD_FAILURE() << "accepted";
+  return {};
+}
+
+TEST(io_safetensors, shapes_whose_bytes_overflow_are_not_written) {
+  const TempFolder folder;
+  const fs::path file = folder.path / "m.safetensors";
+  constexpr auto kBad = StatusCode::kInvalidArgument;
+  constexpr std::int64_t kHalf = std::int64_t{1} << 59;
+  const TensorHeader small{"a", "U8", {4}};
+  for (const TensorHeader& bad : {TensorHeader{"b", "BF16", {kHalf, 32}}, TensorHeader{"b", "U8", {-1}},
+                                  TensorHeader{"b", "F4", {1}}, TensorHeader{"b", "X9", {1}}}) {
+    const std::string text = write_refusal(file, small, bad, kBad);
+    EXPECT_NE(text.find("b = " + bad.dtype + " " + shape_text(bad.shape)), std::string::npos) << text;
+  }
+  // Each fits, the sum does not.
+  EXPECT_NE(write_refusal(file, {"a", "U8", {kHalf}}, {"b", "U8", {kHalf + 1}}, kBad).find("b = "), std::string::npos);
+  EXPECT_TRUE(fs::is_empty(folder.path));
+}
+
+TEST(io_safetensors, a_second_writer_is_refused_and_the_first_is_not_disturbed) {
+  const TempFolder folder;
+  const fs::path file = folder.path / "m.safetensors";
+  SafetensorsWriter first(file, {{"a", "U8", {4}}}, {});
+  const std::string text = write_refusal(file, {"a", "U8", {4}}, {"b", "U8", {4}}, StatusCode::kUnavailable);
+  EXPECT_NE(text.find("another process is writing it"), std::string::npos) << text;
+  first.append(std::vector<std::byte>(4, std::byte{7}));
+  first.finish();
+  EXPECT_EQ(open_safetensors(file).tensors.at("a").data[3], std::byte{7});
+  write_one(file, "b", 1);  // the lock went with the writer
+  EXPECT_TRUE(open_safetensors(file).tensors.contains("b"));
+}
+
+TEST(io_safetensors, what_a_killed_run_left_is_taken_over) {
+  const TempFolder folder;
+  write_text_file(folder.path / "m.safetensors.partial", std::string(100'000, 'x'));
+  write_one(folder.path / "m.safetensors", "a", 1);
+  EXPECT_EQ(open_safetensors(folder.path / "m.safetensors").tensors.size(), 1u);
+  EXPECT_LT(fs::file_size(folder.path / "m.safetensors"), 1000u);
+  write_text_file(folder.path / "t.partial", "longer than the text");
+  write_text(folder.path / "t", "text");
+  EXPECT_EQ(read_text(folder.path / "t", "test"), "text");
+  EXPECT_EQ(std::distance(fs::directory_iterator(folder.path), {}), 2) << "a partial file was left";
+}
+
+TEST(io_safetensors, a_fifo_is_refused_and_not_waited_for) {
+  const TempFolder folder;
+  const fs::path fifo = folder.path / "model.safetensors";
+  ASSERT_EQ(::mkfifo(fifo.c_str(), 0600), 0);
+  EXPECT_NE(folder_refusal(folder.path).find("not a regular file"), std::string::npos);
+  EXPECT_THROW((void)read_text(fifo, "test"), Error);
+  ASSERT_EQ(::mkfifo((folder.path / "t.partial").c_str(), 0600), 0);
+  EXPECT_THROW(write_text(folder.path / "t", "text"), Error);
+}
+
+// A limit on the size of files stands in for a small disk.
+TEST(io_safetensors, a_text_cut_short_is_an_error_that_says_why) {
+  const TempFolder folder;
+  rlimit before{};
+  ASSERT_EQ(::getrlimit(RLIMIT_FSIZE, &before), 0);
+  const rlimit small{4096, before.rlim_max};
+  const auto handler = std::signal(SIGXFSZ, SIG_IGN);
+  ASSERT_EQ(::setrlimit(RLIMIT_FSIZE, &small), 0);
+  std::string message = "accepted";
+  try {
+    write_text(folder.path / "t", std::string(5000, 'x'));
+  } catch (const Error& error) {
+    message = error.what();
+  }
+  ::setrlimit(RLIMIT_FSIZE, &before);
+  std::signal(SIGXFSZ, handler);
+  EXPECT_NE(message.find("write: "), std::string::npos) << message;
+  EXPECT_EQ(message.find("Success"), std::string::npos) << message;
   EXPECT_TRUE(fs::is_empty(folder.path));
 }
 

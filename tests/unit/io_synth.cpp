@@ -152,6 +152,48 @@ TEST(io_synth, a_second_run_keeps_what_is_there_and_another_seed_is_refused_with
   EXPECT_EQ(write_synthetic(tiny, 2, folder.path, true, kQuiet).written.size(), 2u);
 }
 
+TEST(io_synth, an_interrupted_run_is_taken_up_where_it_stopped) {
+  const TempFolder folder;
+  const DrafterConfig tiny = synth_preset("tiny");
+  write_synthetic(tiny, 1, folder.path, false, kQuiet);
+  fs::remove(folder.path / "config.json");  // written last
+  fs::rename(folder.path / "target.safetensors", folder.path / "target.safetensors.partial");
+  EXPECT_THROW(write_synthetic(tiny, 2, folder.path, false, kQuiet), Error) << "of another seed";
+  const SynthReport report = write_synthetic(tiny, 1, folder.path, false, kQuiet);
+  EXPECT_EQ(report.present, std::vector<std::string>{(folder.path / "model.safetensors").string()});
+  EXPECT_EQ(report.written.size(), 2u);
+  EXPECT_EQ(std::distance(fs::directory_iterator(folder.path), {}), 3) << "the partial file is still there";
+  EXPECT_EQ(write_synthetic(tiny, 1, folder.path, false, kQuiet).present.size(), 3u);
+}
+
+TEST(io_synth, a_file_that_cannot_be_looked_at_is_refused_for_that) {
+  const TempFolder folder;
+  fs::create_symlink("target.safetensors", folder.path / "target.safetensors");  // a loop
+  try {
+    write_synthetic(synth_preset("tiny"), 1, folder.path, false, kQuiet);
+    ADD_FAILURE() << "accepted";
+  } catch (const Error& error) {
+    const std::string text = error.what();
+    EXPECT_NE(text.find("target.safetensors: "), std::string::npos) << text;
+    EXPECT_EQ(text.find("another content"), std::string::npos) << text;
+  }
+}
+
+TEST(io_synth, sizes_that_overflow_are_refused_with_the_tensor) {
+  const TempFolder folder;
+  DrafterConfig huge = synth_preset("tiny");
+  huge.vocab_size = std::int64_t{1} << 58;
+  try {
+    write_synthetic(huge, 1, folder.path, false, kQuiet);
+    ADD_FAILURE() << "accepted";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), StatusCode::kInvalidArgument);
+    EXPECT_NE(std::string(error.what()).find("markov_w1.weight"), std::string::npos) << error.what();
+    EXPECT_NE(std::string(error.what()).find("[288230376151711744, 32]"), std::string::npos) << error.what();
+  }
+  EXPECT_TRUE(fs::is_empty(folder.path));
+}
+
 TEST(io_synth, a_cut_file_is_not_taken_for_a_whole_one) {
   const TempFolder folder;
   const DrafterConfig tiny = synth_preset("tiny");

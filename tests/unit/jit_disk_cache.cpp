@@ -81,6 +81,22 @@ TEST_F(JitDisk, an_entry_under_the_name_of_another_key_is_not_returned) {
   EXPECT_TRUE(DiskCache(dir_).read(kSource, "13.0"));
 }
 
+TEST_F(JitDisk, what_is_no_file_of_an_entrys_size_is_passed_over_at_once) {
+  const DiskCache cache(dir_);
+  std::filesystem::create_directory(dir_);
+  const std::string path = dir_ / kFile;
+  ASSERT_EQ(::mkfifo(path.c_str(), 0600), 0);
+  EXPECT_FALSE(cache.read(kSource, "13.0"));
+  EXPECT_FALSE(cache.read(kSource, ""));
+  put("13.0");
+  EXPECT_TRUE(cache.read(kSource, "13.0")) << "a new entry takes the place of the FIFO";
+  std::filesystem::resize_file(path, std::uintmax_t{1} << 40);  // sparse
+  EXPECT_FALSE(cache.read(kSource, "13.0"));
+  std::filesystem::remove(path);
+  std::filesystem::create_directory(path);
+  EXPECT_FALSE(cache.read(kSource, "13.0"));
+}
+
 TEST_F(JitDisk, without_a_version_the_highest_whole_entry_is_taken) {
   put("13.9", {"nine", {}});
   put("13.10", {"ten", {}});

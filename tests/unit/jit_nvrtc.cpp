@@ -4,6 +4,7 @@
 #include <cstdlib>
 
 #include "jit/build.h"
+#include "jit/kernel_cache.h"
 #include "jit/nvrtc.h"
 #include "jit_fixture.h"
 
@@ -83,6 +84,29 @@ TEST(JitNvrtc, an_architecture_that_nvrtc_does_not_know_is_unsupported_and_both_
   EXPECT_EQ(status.code, StatusCode::kUnsupported);
   EXPECT_EQ(status.value, "sm_999a");
   EXPECT_NE(status.accepted.find(Nvrtc::get()->version()), std::string::npos) << status.accepted;
+}
+
+TEST(JitNvrtc, a_newer_name_in_any_folder_goes_before_an_older_one) {
+  const std::string folder = "/usr/local/cuda/lib64/";
+  const std::vector<std::string> expected{"libnvrtc.so.13", folder + "libnvrtc.so.13",
+                                          "libnvrtc.so.12", folder + "libnvrtc.so.12",
+                                          "libnvrtc.so",    folder + "libnvrtc.so"};
+  EXPECT_EQ(nvrtc_paths(""), expected);
+  EXPECT_EQ(nvrtc_paths("/a/libnvrtc.so"), std::vector<std::string>{"/a/libnvrtc.so"});
+}
+
+TEST(JitNvrtc, versions_below_12_8_are_refused_by_name) {
+  EXPECT_EQ(nvrtc_refusal("libnvrtc.so.12", 12, 8), "");
+  EXPECT_EQ(nvrtc_refusal("libnvrtc.so.13", 13, 0), "");
+  EXPECT_EQ(nvrtc_refusal("libnvrtc.so.12", 12, 7), "libnvrtc.so.12: version 12.7 is older than 12.8");
+  EXPECT_NE(nvrtc_refusal("libnvrtc.so", 11, 8), "");
+}
+
+// A cached build is given up for what is wrong with it, not for what is wrong with the device.
+TEST(JitLoad, only_results_about_the_image_refuse_it) {
+  for (const CUresult result : {200, 209, 218, 222, 500}) EXPECT_TRUE(refuses_image(result)) << result;
+  // Success, invalid value, out of memory, not initialised, invalid context, illegal address, launch failure, unknown.
+  for (const CUresult result : {0, 1, 2, 3, 201, 700, 719, 999}) EXPECT_FALSE(refuses_image(result)) << result;
 }
 
 // A new process, because the environment and NVRTC are looked at once: this program again, with one test.

@@ -2,12 +2,14 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <cstdlib>
 #include <filesystem>
 #include <fstream>
 #include <nlohmann/json.hpp>
 #include <set>
 
 #include "core/bf16.h"
+#include "measure/bench_host.h"
 #include "measure/check_gemm.h"
 #include "measure/row.h"
 #include "measure/table_file.h"
@@ -37,10 +39,10 @@ TEST(MeasureValues, integers_take_every_value_from_minus_4_to_4_and_no_other) {
   EXPECT_EQ(seen, (std::set<float>{-4, -3, -2, -1, 0, 1, 2, 3, 4}));
 }
 
-TEST(MeasureValues, uniform_data_does_not_depend_on_stride) {
+TEST(MeasureValues, data_does_not_depend_on_stride) {
   std::vector<std::uint16_t> packed(6 * 10), wide(6 * 16, kPoison);
-  fill_host(packed.data(), 6, 10, 10, operand_base("weight", 1), Data::kUniform, 0.5f);
-  fill_host(wide.data(), 6, 10, 16, operand_base("weight", 1), Data::kUniform, 0.5f);
+  fill_host(packed.data(), 6, 10, 10, operand_base("weight", 1), Data::kNormal, 0.5f);
+  fill_host(wide.data(), 6, 10, 16, operand_base("weight", 1), Data::kNormal, 0.5f);
   for (int r = 0; r < 6; ++r)
     for (int c = 0; c < 16; ++c)
       EXPECT_EQ(wide[static_cast<std::size_t>(r * 16 + c)],
@@ -138,6 +140,44 @@ TEST(MeasureRow, each_chain_is_one_json_line_with_its_limit_and_baseline) {
   EXPECT_EQ(isolated.at("verdict"), "none");
 }
 
+TEST(MeasureRow, cache_state_and_early_launch_are_those_of_the_row) {
+  BenchRow row;
+  row.n = 16;
+  row.k = 64;
+  row.rows = 8;
+  row.kind = Kind::kWarp;
+  row.ring = plan_ring(2 * row.n * row.k);
+  row.chains = {{"early", {2.9, 2.8, 3.0, 15, 3}, {}, {1.7, 1.7, 1.7, 15, 3}}};
+  const auto protocol = [&] { return nlohmann::json::parse(json_lines(row, this_machine("test"))).at("protocol"); };
+  EXPECT_EQ(protocol().at("l2"), "warm") << "128 copies of 2 KiB stay in any L2";
+  EXPECT_EQ(protocol().at("pdl"), true);
+  row.n = 2304;
+  row.k = 1536;
+  row.ring = plan_ring(2 * row.n * row.k);
+  EXPECT_EQ(protocol().at("l2"), "cold");
+  row.kind = Kind::kCublas;
+  EXPECT_EQ(protocol().at("pdl"), false) << "cuBLAS is launched as always";
+  row.kind = Kind::kWarp;
+  row.chains.front().name = "isolated";
+  EXPECT_EQ(protocol().at("pdl"), false);
+  row.kind = Kind::kCpu;
+  row.chains.front().name = "host";
+  row.ring.weights = 1 + static_cast<int>(4 * last_cache_bytes() / static_cast<std::int64_t>(row.bytes()));
+  EXPECT_EQ(protocol().at("l2"), last_cache_bytes() > 0 ? "cold" : "warm");
+  row.ring.weights = 1;
+  EXPECT_EQ(protocol().at("l2"), "warm");
+}
+
+TEST(MeasureHost, the_row_has_its_values_its_time_and_its_limit) {
+  const BenchRow row = bench_host(48, 192, 3, 1000.0);
+  EXPECT_EQ(row.kind, Kind::kCpu);
+  EXPECT_GT(row.values.elements, 0u);
+  EXPECT_EQ(broken_rule(row.values, Data::kNormal), "");
+  ASSERT_EQ(row.chains.size(), 1u);
+  EXPECT_GT(row.chains.front().ours.median, 0.0);
+  EXPECT_DOUBLE_EQ(row.chains.front().limit.median, row.bytes() / 1000.0);
+}
+
 TEST(MeasureTable, sweep_tries_each_load_and_tile_and_repeats_nothing) {
   const DeviceFacts facts = known_gpu("h200");
   const auto candidates = sweep_candidates(8, 2304, 1536, facts, 40);
@@ -152,8 +192,9 @@ TEST(MeasureTable, sweep_tries_each_load_and_tile_and_repeats_nothing) {
 }
 
 TEST(MeasureTable, merging_keeps_other_entries_and_refuses_another_gpu) {
-  const auto path = (std::filesystem::temp_directory_path() / "twostep_measure_table.json").string();
-  std::filesystem::remove(path);
+  std::string folder = testing::TempDir() + "/twostep_measure_XXXXXX";
+  ASSERT_NE(mkdtemp(folder.data()), nullptr);
+  const std::string path = folder + "/table.json";
   Machine machine = this_machine("test");
   machine.device = "NVIDIA H200";
   MeasuredEntry a, b;
@@ -168,7 +209,7 @@ TEST(MeasureTable, merging_keeps_other_entries_and_refuses_another_gpu) {
   EXPECT_EQ(json.at("entries")[1].at("rows"), 16);
   machine.device = "NVIDIA H100 80GB HBM3";
   EXPECT_THROW(merge_table(path, machine, {a}), Error);
-  std::filesystem::remove(path);
+  std::filesystem::remove_all(folder);
 }
 
 }  // namespace
