@@ -28,8 +28,8 @@ def cell(entry):
 
 def counts(entries):
     verdicts = [verdict(entry) for entry in entries]
-    return ", ".join(f"{verdicts.count(word)} {words}" for word, words in
-                     (("win", "wins"), ("tie", "ties"), ("loss", "losses")))
+    words = (("win", "wins"), ("tie", "ties"), ("loss", "losses"))
+    return ", ".join(f"{verdicts.count(one)} {one if verdicts.count(one) == 1 else many}" for one, many in words)
 
 
 def table():
