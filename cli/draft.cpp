@@ -230,17 +230,6 @@ void print_table(const Step& step, const DraftOptions& options) {
       LinearError::kNormElements);
 }
 
-nlohmann::ordered_json to_json(const Machine& machine) {
-  return {{"device", machine.device},
-          {"driver", machine.driver},
-          {"nvrtc", machine.nvrtc},
-          {"clocks", "sampled"},
-          {"sm_clock_mhz", machine.sm_clock_mhz},
-          {"memory_clock_mhz", machine.memory_clock_mhz},
-          {"power_limit_w", machine.power_limit_w},
-          {"threads", machine.threads}};
-}
-
 // "us" is the median; the rest only where there were samples.
 void add_time(nlohmann::ordered_json& out, const std::string& prefix, const Summary& time) {
   out[prefix + "us"] = time.median;
@@ -278,19 +267,18 @@ nlohmann::ordered_json to_json(const Row& row) {
 }
 
 nlohmann::ordered_json to_json(const Step& step, const DraftOptions& options) {
-  nlohmann::ordered_json out = {
-      {"origin", {{"commit", step.machine.commit}, {"date", step.machine.date}, {"command", step.machine.command}}},
-      {"machine", to_json(step.machine)},
-      {"device", step.device},
-      {"protocol", step.protocol},
-      {"checkpoint", options.checkpoint},
-      {"requests", options.requests},
-      {"draft_tokens", options.draft_tokens},
-      {"tp", options.tp},
-      {"rank", options.rank},
-      {"seed", options.seed},
-      {"iterations", options.iterations},
-      {"linears", nlohmann::ordered_json::array()}};
+  nlohmann::ordered_json out = {{"origin", origin_json(step.machine)},
+                                {"machine", machine_json(step.machine)},
+                                {"device", step.device},
+                                {"protocol", step.protocol},
+                                {"checkpoint", options.checkpoint},
+                                {"requests", options.requests},
+                                {"draft_tokens", options.draft_tokens},
+                                {"tp", options.tp},
+                                {"rank", options.rank},
+                                {"seed", options.seed},
+                                {"iterations", options.iterations},
+                                {"linears", nlohmann::ordered_json::array()}};
   for (const auto& row : step.rows) out["linears"].push_back(to_json(row));
   out["step"]["bytes"] = bytes_of(step);
   add_time(out["step"], "", step.time);

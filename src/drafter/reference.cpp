@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "core/bf16.h"
-#include "io/synth.h"
+#include "core/hash.h"
 
 namespace twostep {
 namespace {

@@ -10,6 +10,7 @@
 
 #include "core/bf16.h"
 #include "core/check.h"
+#include "core/hash.h"
 #include "io/checkpoint.h"
 #include "io/safetensors.h"
 
@@ -142,20 +143,6 @@ bool there(const fs::path& path, bool force) {
 }
 
 }  // namespace
-
-std::uint64_t mix64(std::uint64_t z) {
-  z ^= z >> 30;
-  z *= 0xbf58476d1ce4e5b9u;
-  z ^= z >> 27;
-  z *= 0x94d049bb133111ebu;
-  return z ^ (z >> 31);
-}
-
-std::uint64_t fnv1a64(std::string_view text) {
-  std::uint64_t hash = 0xcbf29ce484222325u;
-  for (const char c : text) hash = (hash ^ static_cast<unsigned char>(c)) * 0x100000001b3u;
-  return hash;
-}
 
 void fill(std::string_view name, std::uint64_t seed, std::uint64_t first_index, ValueKind kind, std::int64_t k,
           std::span<std::uint16_t> out) {

@@ -24,9 +24,6 @@ enum class ValueKind : std::uint8_t {
   kZero,       // 0: the confidence bias
 };
 
-std::uint64_t mix64(std::uint64_t z);
-std::uint64_t fnv1a64(std::string_view text);
-
 // out[i] = value first_index + i of the tensor `name`, BF16. Indices are row-major in the unsharded tensor, so
 // that a shard is filled alone. `k` is the width of a kLinear weight, ignored for other kinds. Same bits for
 // every thread count.

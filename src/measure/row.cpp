@@ -56,15 +56,8 @@ Json row_json(const BenchRow& row, const Chain& chain, const Machine& machine) {
                   {"k", row.k},         {"rows", row.rows},   {"dtype", "bfloat16"}, {"ranks", 1}};
   json["choice"] = {{"kind", kind_name(row.kind)}, {"strict", row.strict}, {"tactic", row.tactic}, {"key", row.key},
                     {"why_code", row.why_code},    {"why", row.why}};
-  json["origin"] = {{"commit", machine.commit}, {"date", machine.date}, {"command", machine.command}};
-  json["machine"] = {{"device", machine.device},
-                     {"driver", machine.driver},
-                     {"nvrtc", machine.nvrtc},
-                     {"clocks", "sampled"},
-                     {"sm_clock_mhz", machine.sm_clock_mhz},
-                     {"memory_clock_mhz", machine.memory_clock_mhz},
-                     {"power_limit_w", machine.power_limit_w},
-                     {"threads", machine.threads}};
+  json["origin"] = origin_json(machine);
+  json["machine"] = machine_json(machine);
   json["protocol"] = {{"chain", chain.name},
                       {"l2", cache_state(row)},
                       {"rotated_weights", row.ring.weights},
@@ -124,6 +117,21 @@ Machine this_machine(std::string command) {
 std::string build_version() {
   const std::string commit = TWOSTEP_COMMIT;
   return TWOSTEP_VERSION + (commit.empty() ? "" : " (" + commit + ")");
+}
+
+nlohmann::ordered_json origin_json(const Machine& machine) {
+  return {{"commit", machine.commit}, {"date", machine.date}, {"command", machine.command}};
+}
+
+nlohmann::ordered_json machine_json(const Machine& machine) {
+  return {{"device", machine.device},
+          {"driver", machine.driver},
+          {"nvrtc", machine.nvrtc},
+          {"clocks", "sampled"},
+          {"sm_clock_mhz", machine.sm_clock_mhz},
+          {"memory_clock_mhz", machine.memory_clock_mhz},
+          {"power_limit_w", machine.power_limit_w},
+          {"threads", machine.threads}};
 }
 
 std::string json_lines(const BenchRow& row, const Machine& machine) {

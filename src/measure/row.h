@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <nlohmann/json_fwd.hpp>
 #include <string>
 #include <vector>
 
@@ -60,6 +61,10 @@ struct Machine {
 };
 Machine this_machine(std::string command);  // commit, date, command, CPU; MeasureDevice::describe adds the rest
 std::string build_version();                // "0.1.0 (a1b2c3d)"
+
+// The two objects of every result that say where it comes from: "origin", and "machine".
+nlohmann::ordered_json origin_json(const Machine& machine);
+nlohmann::ordered_json machine_json(const Machine& machine);
 
 // One line for each chain of the row.
 std::string json_lines(const BenchRow& row, const Machine& machine);

@@ -4,29 +4,17 @@
 
 #include <algorithm>
 #include <cmath>
-#include <string_view>
 
 #include "core/bf16.h"
+#include "core/hash.h"
 
 namespace twostep {
 namespace {
-
-std::uint64_t mix64(std::uint64_t z) {
-  z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;
-  z = (z ^ (z >> 27)) * 0x94d049bb133111ebull;
-  return z ^ (z >> 31);
-}
 
 float value_of(Data data, std::uint64_t bits, float scale) {
   if (data == Data::kIntegers) return static_cast<float>(static_cast<int>((bits >> 32) % 9) - 4);
   const int sum = static_cast<int>((bits & 0xffff) + (bits >> 16 & 0xffff) + (bits >> 32 & 0xffff) + (bits >> 48));
   return static_cast<float>(sum - 131070) * (1.0f / 37837.23f) * scale;
-}
-
-std::uint64_t fnv1a64(std::string_view text) {
-  std::uint64_t hash = 0xcbf29ce484222325ull;
-  for (const char c : text) hash = (hash ^ static_cast<unsigned char>(c)) * 0x100000001b3ull;
-  return hash;
 }
 
 class HostCase final : public ValueCase {

@@ -7,6 +7,8 @@
 #include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <functional>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -275,22 +277,29 @@ TEST(io_safetensors, a_fifo_is_refused_and_not_waited_for) {
   EXPECT_THROW(write_text(folder.path / "t", "text"), Error);
 }
 
-// A limit on the size of files stands in for a small disk.
-TEST(io_safetensors, a_text_cut_short_is_an_error_that_says_why) {
-  const TempFolder folder;
+// What `write` says on a disk of 4096 bytes, for which a limit on the size of files stands in.
+std::optional<Error> refusal_of_small_disk(const std::function<void()>& write) {
   rlimit before{};
-  ASSERT_EQ(::getrlimit(RLIMIT_FSIZE, &before), 0);
+  EXPECT_EQ(::getrlimit(RLIMIT_FSIZE, &before), 0);
   const rlimit small{4096, before.rlim_max};
   const auto handler = std::signal(SIGXFSZ, SIG_IGN);
-  ASSERT_EQ(::setrlimit(RLIMIT_FSIZE, &small), 0);
-  std::string message = "accepted";
+  EXPECT_EQ(::setrlimit(RLIMIT_FSIZE, &small), 0);
+  std::optional<Error> refusal;
   try {
-    write_text(folder.path / "t", std::string(5000, 'x'));
+    write();
   } catch (const Error& error) {
-    message = error.what();
+    refusal = error;
   }
   ::setrlimit(RLIMIT_FSIZE, &before);
   std::signal(SIGXFSZ, handler);
+  return refusal;
+}
+
+TEST(io_safetensors, a_text_cut_short_is_an_error_that_says_why) {
+  const TempFolder folder;
+  const auto refusal = refusal_of_small_disk([&] { write_text(folder.path / "t", std::string(5000, 'x')); });
+  ASSERT_TRUE(refusal);
+  const std::string message = refusal->what();
   EXPECT_NE(message.find("write: "), std::string::npos) << message;
   EXPECT_EQ(message.find("Success"), std::string::npos) << message;
   EXPECT_TRUE(fs::is_empty(folder.path));
@@ -298,24 +307,15 @@ TEST(io_safetensors, a_text_cut_short_is_an_error_that_says_why) {
 
 TEST(io_safetensors, a_disk_without_room_is_reported_and_leaves_nothing) {
   const TempFolder folder;
-  // A limit on the size of files stands in for a small disk.
-  rlimit before{};
-  ASSERT_EQ(::getrlimit(RLIMIT_FSIZE, &before), 0);
-  const rlimit small{4096, before.rlim_max};
-  const auto handler = std::signal(SIGXFSZ, SIG_IGN);
-  ASSERT_EQ(::setrlimit(RLIMIT_FSIZE, &small), 0);
-  std::string message = "accepted";
-  try {
+  const auto refusal = refusal_of_small_disk([&] {
     SafetensorsWriter writer(folder.path / "m.safetensors", {{"a", "U8", {8192}}}, {});
     const std::vector<std::byte> data(8192);
     writer.append(data);
     writer.finish();
-  } catch (const Error& error) {
-    message = error.what();
-    EXPECT_EQ(error.code(), StatusCode::kUnavailable) << message;
-  }
-  ::setrlimit(RLIMIT_FSIZE, &before);
-  std::signal(SIGXFSZ, handler);
+  });
+  ASSERT_TRUE(refusal);
+  const std::string message = refusal->what();
+  EXPECT_EQ(refusal->code(), StatusCode::kUnavailable) << message;
   EXPECT_NE(message.find("m.safetensors"), std::string::npos) << message;
   EXPECT_TRUE(fs::is_empty(folder.path));
 }
