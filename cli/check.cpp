@@ -126,6 +126,7 @@ int check_gemm(const CheckOptions& options) {
 void add_check(CLI::App& app, int& exit_code) {
   auto* check = app.add_subcommand("check", "Compare results with an FP64 reference");
   check->require_subcommand(1);
+  add_check_kda(*check, exit_code);
   auto* gemm = check->add_subcommand("gemm", "DraftGemm: every kind, row counts 1 to 65, odd layouts");
   auto options = std::make_shared<CheckOptions>();
   gemm->add_option("--device", options->device, "auto, cpu, cuda:0, ..")->capture_default_str();

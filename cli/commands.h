@@ -15,4 +15,9 @@ void add_compile(CLI::App& app, int& exit_code);  // fill the cubin cache, no GP
 void add_synth(CLI::App& app, int& exit_code);    // synthetic checkpoints
 void add_draft(CLI::App& app, int& exit_code);    // the linears of a draft step from a checkpoint
 
+// `kda` below the command of the same name.
+void add_why_kda(CLI::App& why, int& exit_code);
+void add_check_kda(CLI::App& check, int& exit_code);
+void add_bench_kda(CLI::App& bench, int& exit_code);
+
 }  // namespace twostep::cli

@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "cli/arguments.h"
+#include "cli/kda_arguments.h"
 #include "core/check.h"
 #include "core/env.h"
 #include "cuda/driver.h"
@@ -26,21 +27,20 @@
 #include "io/cases.h"
 #include "jit/build.h"
 #include "jit/nvrtc.h"
+#include "kda/plan.h"
+#include "measure/kda_bytes.h"
+#include "measure/kda_case.h"
 #include "measure/kernels.h"
 
 namespace twostep::cli {
 namespace {
 
-struct CompileOptions {
-  std::string model;
-  int tp = 8;
-  std::vector<std::string> shapes;
-  std::vector<int> rows{8, 16, 24, 32, 40, 48, 56, 64};
+// For whom and how, of every kernel.
+struct CompileTarget {
   std::string gpu = "h200";
   std::string arch;
   int sms = 0;
   int smem = 0;
-  bool strict = false;
   bool all_archs = false;
   std::string cache;
   unsigned jobs = std::max(1u, std::thread::hardware_concurrency());
@@ -48,11 +48,32 @@ struct CompileOptions {
   bool report = false;
 };
 
+struct CompileOptions {
+  std::string model;
+  int tp = 8;
+  std::vector<std::string> shapes;
+  std::vector<int> rows{8, 16, 24, 32, 40, 48, 56, 64};
+  bool strict = false;
+  CompileTarget target;
+};
+
+struct KdaCompileOptions {
+  std::vector<int> heads{12};
+  std::vector<std::int64_t> requests{1, 2, 4, 8, 16, 32, 64, 128};
+  std::vector<int> tokens{1, 8};
+  std::vector<std::string> layouts{"sd"};
+  std::vector<std::string> gates{"bound"};
+  int conv_len = 0;
+  bool bias = false;
+  bool early_caches = false;
+  std::string tactic;
+  CompileTarget target;
+};
+
 // One line of the output.
 struct Job {
   CompileRequest request;
-  Shape shape;
-  int bucket = 0;       // 0: not of a row bucket
+  std::string subject;  // N, K and M; or the key of PreparedKda
   std::string tactic;   // as text; of a kernel without tactic its name
   int smem_bytes = 0;   // dynamic
   std::string refusal;  // why there is nothing to build: no tactic fits this GPU
@@ -61,7 +82,7 @@ struct Job {
 // Every SM has 1 KiB more than one CTA may ask for.
 DeviceFacts facts_of(int arch, int sms, int smem) { return {arch, sms, smem, smem + 1024, {}}; }
 
-std::vector<DeviceFacts> targets(const CompileOptions& options) {
+std::vector<DeviceFacts> targets(const CompileTarget& options) {
   // B200, B300 and RTX PRO 6000 stand for their architectures; their kernels are compiled, not tuned.
   if (options.all_archs)
     return {known_gpu("h200"), facts_of(100, 148, 232448), facts_of(103, 148, 232448), facts_of(120, 188, 101376)};
@@ -99,10 +120,11 @@ Job job_of(CompileRequest request) {
   return job;
 }
 
+std::string subject_of(Shape shape, int bucket) { return fmt::format("{:>7} {:>7} {:>3}", shape.n, shape.k, bucket); }
+
 Job warp_job(Shape shape, int bucket, const Tactic& tactic, const DeviceFacts& facts) {
   Job job = job_of(compile_request(warp_kernel_text(bucket, shape.n, shape.k, tactic), facts.arch));
-  job.shape = shape;
-  job.bucket = bucket;
+  job.subject = subject_of(shape, bucket);
   job.tactic = to_string(tactic);
   job.smem_bytes = tactic.smem_bytes;
   return job;
@@ -119,12 +141,53 @@ void add_linears(const CompileOptions& options, const DeviceFacts& facts, std::v
       } catch (const Error& error) {
         Job job;
         job.request.arch = arch_name(facts.arch);
-        job.shape = shape;
-        job.bucket = bucket;
+        job.subject = subject_of(shape, bucket);
         job.refusal = error.what();
         jobs->push_back(job);
       }
     }
+}
+
+// What serves the keys on one GPU. Requests whose tactics agree share a kernel.
+void add_kda(const KdaCompileOptions& options, const DeviceFacts& facts, std::vector<Job>* jobs) {
+  std::optional<KdaTactic> tactic;
+  if (!options.tactic.empty()) tactic = parse_tactic("twostep compile kda", options.tactic);
+  std::vector<KdaBuild> seen;
+  const auto add = [&](const KdaProblem& problem) {
+    Job job;
+    job.subject = fmt::format("H {:<3} q {} L {:<2} {} {}", problem.heads, problem.tokens, problem.conv_len,
+                              problem.dim_first ? "DS" : "SD", problem.softplus ? "softplus" : "bound");
+    try {
+      const KdaBuild build = kda_build_of(problem, facts);
+      if (std::find(seen.begin(), seen.end(), build) != seen.end()) return;
+      seen.push_back(build);
+      job.request.arch = arch_name(facts.arch);
+      job.tactic = to_string(build.tactic);
+      job.smem_bytes = kda_smem_bytes(problem.tokens, build.tactic);
+      throw_if_error(kda_tactic_valid(build.tactic, problem.tokens, facts));
+      job.request = kda_compile_request(kda_kernel_text(build), facts.arch);
+    } catch (const Error& error) {
+      job.refusal = error.what();
+    }
+    jobs->push_back(std::move(job));
+  };
+  KdaProblem problem;
+  problem.bias = options.bias;
+  problem.early_caches = options.early_caches;
+  problem.tactic = tactic;
+  for (const int heads : options.heads)
+    for (const int tokens : options.tokens)
+      for (const std::string& layout : options.layouts)
+        for (const std::string& gate : options.gates)
+          for (const std::int64_t requests : options.requests) {
+            problem.heads = heads;
+            problem.requests = requests;
+            problem.tokens = problem.window = tokens;
+            problem.conv_len = options.conv_len > 0 ? options.conv_len : least_conv_len(tokens);
+            problem.dim_first = layout == "ds";
+            problem.softplus = gate == "softplus";
+            add(problem);
+          }
 }
 
 // The kernels and load paths that no tactic of today's tables may choose, on the first shape: with them, every
@@ -144,8 +207,14 @@ void add_others(const CompileOptions& options, const DeviceFacts& facts, std::ve
   throw_if_error(tactic_valid(packed, kRowBucket, shape.n, shape.k, facts));
   jobs->push_back(warp_job(shape, kRowBucket, packed, facts));
   jobs->push_back(job_of(compile_request(pack_kernel_text(shape.n, shape.k, packed), facts.arch)));
-  jobs->back().shape = shape;
+  jobs->back().subject = subject_of(shape, 0);
   for (auto& request : measure_requests(arch_name(facts.arch))) jobs->push_back(job_of(std::move(request)));
+  KdaCompileOptions kda;
+  kda.requests = {1, 128};
+  kda.tokens = {1, 2, 8};
+  kda.layouts = {"sd", "ds"};
+  kda.gates = {"bound", "softplus"};
+  add_kda(kda, facts, jobs);
 }
 
 void require_all_files(const std::vector<Job>& jobs) {
@@ -162,8 +231,8 @@ void require_all_files(const std::vector<Job>& jobs) {
 
 class Output {
  public:
-  explicit Output(bool report) : report_(report) {
-    fmt::print("{:32}  {:>7} {:>7} {:>3}  {:8}{}  {:>7} {:>6}  {:8} {}\n", "key", "N", "K", "M", "arch",
+  Output(bool report, const std::string& subject) : report_(report) {
+    fmt::print("{:32}  {:25}  {:8}{}  {:>7} {:>6}  {:8} {}\n", "key", subject, "arch",
                report_ ? fmt::format("  {:>4} {:>7} {:>6}", "regs", "smem", "spills") : "", "bytes", "ms", "state",
                "tactic");
   }
@@ -174,9 +243,8 @@ class Output {
     const std::string numbers = fmt::format("  {:>4} {:>7} {:>6}", r.registers, r.static_smem_bytes + job.smem_bytes,
                                             r.spill_store_bytes + r.spill_load_bytes);
     const std::lock_guard guard(mutex_);
-    fmt::print("{:32}  {:>7} {:>7} {:>3}  {:8}{}  {:>7} {:>6.0f}  {:8} {}\n", key, job.shape.n, job.shape.k, job.bucket,
-               job.request.arch, report_ ? numbers : "", cubin ? cubin->bytes.size() : 0, milliseconds, state,
-               job.tactic);
+    fmt::print("{:32}  {:25}  {:8}{}  {:>7} {:>6.0f}  {:8} {}\n", key, job.subject, job.request.arch,
+               report_ ? numbers : "", cubin ? cubin->bytes.size() : 0, milliseconds, state, job.tactic);
     if (!more.empty()) fmt::print("  {}\n", more);
     std::fflush(stdout);
   }
@@ -187,7 +255,7 @@ class Output {
 };
 
 // True if the kernel is there, and without spills where a report was asked for.
-bool compile_one(const Job& job, const CompileOptions& options, const DiskCache& disk, Output& output) {
+bool compile_one(const Job& job, const CompileTarget& options, const DiskCache& disk, Output& output) {
   if (!job.refusal.empty()) {
     output.line(job, "-", nullptr, 0, "refused", job.refusal);
     return false;
@@ -225,17 +293,11 @@ bool list_one(const Job& job, const DiskCache& disk, Output& output) {
   return entry.has_value();
 }
 
-int run_compile(const CompileOptions& options) {
-  std::vector<Job> jobs;
-  for (const DeviceFacts& facts : targets(options)) {
-    add_linears(options, facts, &jobs);
-    if (options.all_archs) add_others(options, facts, &jobs);
-  }
-  if (options.all_archs) require_all_files(jobs);
+int run_jobs(const std::vector<Job>& jobs, const CompileTarget& options, const std::string& subject) {
   const DiskCache disk(!options.cache.empty() ? options.cache : environment().cache ? environment().cache_dir : "");
   if (disk.dir().empty())
     fail(StatusCode::kUnavailable, "twostep compile", "cache folder", "none", "a folder to fill", "pass --cache DIR");
-  Output output(options.report);
+  Output output(options.report, subject);
   std::atomic<std::size_t> next{0};
   std::atomic<std::size_t> done{0};
   std::vector<std::thread> threads;
@@ -248,6 +310,63 @@ int run_compile(const CompileOptions& options) {
   fmt::print("{} of {} kernels {} in {}\n", done.load(), jobs.size(),
              options.report ? "there, without spills," : "there", disk.dir());
   return done == jobs.size() ? 0 : 1;
+}
+
+int compile_linears(const CompileOptions& options) {
+  std::vector<Job> jobs;
+  for (const DeviceFacts& facts : targets(options.target)) {
+    add_linears(options, facts, &jobs);
+    if (options.target.all_archs) add_others(options, facts, &jobs);
+  }
+  if (options.target.all_archs) require_all_files(jobs);
+  return run_jobs(jobs, options.target, fmt::format("{:>7} {:>7} {:>3}", "N", "K", "M"));
+}
+
+int compile_kda_keys(const KdaCompileOptions& options) {
+  std::vector<Job> jobs;
+  for (const DeviceFacts& facts : targets(options.target)) add_kda(options, facts, &jobs);
+  return run_jobs(jobs, options.target, "key");
+}
+
+void add_target(CLI::App* command, CompileTarget* target) {
+  auto* gpu = command->add_option("--gpu", target->gpu, "target GPU: h200, h100")->capture_default_str();
+  auto* arch = command->add_option("--arch", target->arch, "target sm_90a, sm_100a, sm_103a or sm_120a");
+  auto* sms = command->add_option("--sms", target->sms, "its SMs")->check(CLI::PositiveNumber);
+  auto* smem =
+      command->add_option("--smem", target->smem, "its shared memory for one block, bytes")->check(CLI::PositiveNumber);
+  arch->needs(sms)->needs(smem)->excludes(gpu);
+  sms->needs(arch);
+  smem->needs(arch);
+  command->add_flag("--all-archs", target->all_archs, "every architecture; of linears also every kernel file, for CI")
+      ->excludes(gpu)
+      ->excludes(arch);
+  command->add_option("--cache", target->cache, "folder to fill; default: that of this user");
+  command->add_option("--jobs", target->jobs, "compiles at a time")->check(CLI::Range(1, 1024))->capture_default_str();
+  command->add_flag("--list", target->list, "say what is there, compile nothing");
+  command->add_flag("--report", target->report, "registers, shared memory and spills; a spill is a failure");
+}
+
+void add_compile_kda(CLI::App* compile, int& exit_code) {
+  auto options = std::make_shared<KdaCompileOptions>();
+  CLI::App* command = compile->add_subcommand("kda", "the kernels of PreparedKda for these keys");
+  add_list(*command, "--heads", options->heads, "heads on one GPU", 1, kKdaMaxHeads);
+  add_list(*command, "--requests", options->requests, "requests, each for its tactic", 1, 1 << 20);
+  add_list(*command, "--tokens", options->tokens, "tokens of each request", 1, kKdaMaxTokens);
+  command->add_option("--conv-len", options->conv_len, "positions of a conv line; default: the least")
+      ->check(CLI::Range(3, 4096));
+  command->add_option("--layout", options->layouts, "conv cache: sd, ds")
+      ->delimiter(',')
+      ->check(CLI::IsMember({"sd", "ds"}))
+      ->capture_default_str();
+  command->add_option("--gate", options->gates, "bound, softplus")
+      ->delimiter(',')
+      ->check(CLI::IsMember({"bound", "softplus"}))
+      ->capture_default_str();
+  command->add_flag("--bias", options->bias, "with a conv bias");
+  command->add_flag("--early-caches", options->early_caches, "the kernels of KdaOptions::early_caches");
+  command->add_option("--tactic", options->tactic, "split,warps,pass_rows in place of the choice");
+  add_target(command, &options->target);
+  command->callback([options, &exit_code] { exit_code = compile_kda_keys(*options); });
 }
 
 }  // namespace
@@ -264,23 +383,12 @@ void add_compile(CLI::App& app, int& exit_code) {
       ->delimiter(',')
       ->check(CLI::Range(1, kMaxWarpRows))
       ->capture_default_str();
-  auto* gpu = command->add_option("--gpu", options->gpu, "target GPU: h200, h100")->capture_default_str();
-  auto* arch = command->add_option("--arch", options->arch, "target sm_90a, sm_100a, sm_103a or sm_120a");
-  auto* sms = command->add_option("--sms", options->sms, "its SMs")->check(CLI::PositiveNumber);
-  auto* smem = command->add_option("--smem", options->smem, "its shared memory for one block, bytes")
-                   ->check(CLI::PositiveNumber);
-  arch->needs(sms)->needs(smem)->excludes(gpu);
-  sms->needs(arch);
-  smem->needs(arch);
-  command->add_flag("--all-archs", options->all_archs, "every architecture and every kernel file, for CI")
-      ->excludes(gpu)
-      ->excludes(arch);
   command->add_flag("--strict", options->strict, "the kernels of Options::strict");
-  command->add_option("--cache", options->cache, "folder to fill; default: that of this user");
-  command->add_option("--jobs", options->jobs, "compiles at a time")->check(CLI::Range(1, 1024))->capture_default_str();
-  command->add_flag("--list", options->list, "say what is there, compile nothing");
-  command->add_flag("--report", options->report, "registers, shared memory and spills; a spill is a failure");
-  command->callback([options, &exit_code] { exit_code = run_compile(*options); });
+  add_target(command, &options->target);
+  add_compile_kda(command, exit_code);
+  command->callback([options, command, &exit_code] {
+    if (command->get_subcommands().empty()) exit_code = compile_linears(*options);
+  });
 }
 
 }  // namespace twostep::cli

@@ -103,12 +103,16 @@ void why(const WhyOptions& options) {
 void add_why(CLI::App& app, int& exit_code) {
   auto* command = app.add_subcommand("why", "Which kind and tactic serve a shape, and why not others");
   auto options = std::make_shared<WhyOptions>();
-  command->add_option("--shape", options->shape, "N,K")->required();
-  command->add_option("--rows", options->rows, "Row counts and ranges: 1,8,16-20")->required();
+  command->add_option("--shape", options->shape, "N,K");
+  command->add_option("--rows", options->rows, "Row counts and ranges: 1,8,16-20");
   auto* gpu = command->add_option("--gpu", options->gpu, "A known GPU model, no GPU needed")->capture_default_str();
   command->add_option("--device", options->device, "A GPU of this machine: cuda:0")->excludes(gpu);
   command->add_flag("--strict", options->strict, "One order of summation for all row counts");
-  command->callback([options, &exit_code] {
+  add_why_kda(*command, exit_code);
+  command->callback([options, command, &exit_code] {
+    if (!command->get_subcommands().empty()) return;  // that has spoken
+    for (const char* name : {"--shape", "--rows"})
+      if (command->count(name) == 0) throw CLI::RequiredError(name);
     why(*options);
     exit_code = 0;
   });

@@ -13,8 +13,10 @@ ROOMS = [
     ("status.h", ["include/twostep/status.h"], []),
     ("tensor.h", ["include/twostep/tensor.h"], []),
     ("gemm.h", ["include/twostep/gemm.h"], ["status.h", "tensor.h"]),
+    ("kda.h", ["include/twostep/kda.h"], ["status.h", "tensor.h"]),
     ("kernels/common", ["kernels/common/*.cuh"], []),
     ("kernels/gemm", ["kernels/gemm/*.cuh"], ["kernels/common"]),
+    ("kernels/kda", ["kernels/kda/*.cuh"], ["kernels/common"]),
     ("kernels/measure", ["kernels/measure/*.cuh"], ["kernels/common"]),
     ("core", ["src/core/*"], ["include"]),
     ("cuda", ["src/cuda/*"], ["include", "core"]),
@@ -25,28 +27,32 @@ ROOMS = [
     ("gemm plan", ["src/gemm/plan.*", "src/gemm/warp.*", "src/gemm/cublas.*", "src/gemm/packed.*"],
      ["include", "core", "gemm", "cuda", "jit", "jit loading"]),
     ("gemm", ["src/gemm/*"], ["include", "core"]),
+    ("kda plan", ["src/kda/plan.*"], ["include", "core", "kda", "cuda", "jit", "jit loading"]),
+    ("kda", ["src/kda/*"], ["include", "core"]),
     ("drafter", ["src/drafter/*"], ["include", "core", "io"]),
     ("measure on a GPU", ["src/measure/device.*", "src/measure/nvml.*", "src/measure/*_cuda.*", "src/measure/chain.*",
-                          "src/measure/bench_gemm.*", "src/measure/draft_step.cpp"], ["include", "src"]),
-    ("measure", ["src/measure/*"], ["include", "core", "jit", "gemm"]),
+                          "src/measure/bench_gemm.*", "src/measure/bench_kda.*",
+                          "src/measure/draft_step.cpp"], ["include", "src"]),
+    ("measure", ["src/measure/*"], ["include", "core", "jit", "gemm", "kda"]),
     ("cli", ["cli/*"], ["include", "src"]),
     # The loader is tested without a GPU, on an NVRTC that the test brings.
     ("tests of the loader", ["tests/unit/jit_nvrtc.cpp"], ["include", "core", "jit", "jit loading", "tests/unit"]),
     ("fake NVRTC", ["tests/unit/fake_nvrtc/*"], []),
-    ("tests/unit", ["tests/unit/*"], ["include", "core", "jit", "io", "gemm", "drafter", "measure"]),
-    ("tests/gpu", ["tests/gpu/*"], ["include", "src"]),
+    ("tests/unit", ["tests/unit/*"], ["include", "core", "jit", "io", "gemm", "kda", "drafter", "measure", "tests/kda"]),
+    ("tests/kda", ["tests/kda/*"], ["include", "core", "kda"]),
+    ("tests/gpu", ["tests/gpu/*"], ["include", "src", "tests/kda"]),
     ("tests/fuzz", ["tests/fuzz/*"], ["include", "core", "io"]),
-    ("bench", ["bench/*"], ["include", "core", "gemm"]),
+    ("bench", ["bench/*"], ["include", "core", "gemm", "kda"]),
     ("examples", ["examples/*"], ["include"]),
 ]
 GROUPS = {
-    "include": ["status.h", "tensor.h", "gemm.h"],
-    "src": ["core", "cuda", "jit loading", "jit", "io", "gemm plan", "gemm", "drafter", "measure on a GPU",
-            "measure"],
+    "include": ["status.h", "tensor.h", "gemm.h", "kda.h"],
+    "src": ["core", "cuda", "jit loading", "jit", "io", "gemm plan", "gemm", "kda plan", "kda", "drafter",
+            "measure on a GPU", "measure"],
 }
 # Folders that an include may be relative to, beside the file's own.
 INCLUDE_PATH = ["include", "src", "kernels", "."]
-STANDARD_ONLY = ["status.h", "tensor.h", "gemm.h"]
+STANDARD_ONLY = ["status.h", "tensor.h", "gemm.h", "kda.h"]
 INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*(?:<([^>]*)>|"([^"]*)"|(\S+))', re.MULTILINE)
 # Device text inside host code, as `R"(#include "gemm/pack.cuh" ...)"`: NVRTC reads it, the host compiler does not.
 RAW_STRING = re.compile(r'R"(\w*)\(.*?\)\1"', re.DOTALL)

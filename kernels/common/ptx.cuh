@@ -79,6 +79,16 @@ __device__ inline void barrier_arrive_remote(u32 barrier, u32 rank) {
       : "memory");
 }
 
+// Writes the same shared memory of CTA `rank` of the cluster. Completes 4 bytes on that CTA's `barrier`, whose waiters
+// then see the value; orders nothing else.
+__device__ inline void store_cluster_float(u32 address, float v, u32 barrier, u32 rank) {
+  asm volatile(
+      "{ .reg .b32 remote, bar; mapa.shared::cluster.u32 remote, %0, %3; mapa.shared::cluster.u32 bar, %2, %3; "
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [remote], %1, [bar]; }" ::"r"(address),
+      "f"(v), "r"(barrier), "r"(rank)
+      : "memory");
+}
+
 // ---- Asynchronous copies, global to shared, completing on a barrier of this CTA
 
 // `bytes` contiguous bytes; both addresses and the size are multiples of 16.
@@ -141,11 +151,28 @@ __device__ inline void store_shared_float(u32 address, float v) {
 __device__ inline void store_global_u32x2(void* to, u32 a, u32 b) {
   asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(to), "r"(a), "r"(b) : "memory");
 }
+// First to leave L2: for what the next kernels do not read.
+__device__ inline void store_streaming(float* to, float4 v) {
+  asm volatile("st.global.cs.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w)
+               : "memory");
+}
 // Two FP32 to BF16, each rounded once to nearest even; `low` in the lower half.
 __device__ inline u32 pack_bf16(float low, float high) {
   u32 packed;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
   return packed;
 }
+// 1 / v to within one unit in the last place. 0 for infinities and for what is larger than 2^126.
+__device__ inline float reciprocal(float v) {
+  float r;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v));
+  return r;
+}
+__device__ inline u16 to_bf16(float v) {
+  u16 bits;
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(v));
+  return bits;
+}
+__device__ inline float round_bf16(float v) { return __uint_as_float(u32(to_bf16(v)) << 16); }
 
 }  // namespace twostep

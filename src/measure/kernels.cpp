@@ -2,6 +2,8 @@
 
 #include <fmt/format.h>
 
+#include <set>
+
 namespace twostep {
 namespace {
 
@@ -65,11 +67,27 @@ extern "C" __global__ void __launch_bounds__(128) kernel(const twostep::u8* p, t
                              stages, early));
 }
 
+CompileRequest mix_limit_request(const std::string& arch, int stages) {
+  return request(fmt::format("mix-s{}", stages), arch,
+                 fmt::format(R"(#include "measure/mix_limit.cuh"
+
+extern "C" __global__ void __launch_bounds__({}) kernel(const twostep::u8* from, twostep::i64 bytes, twostep::u8* to,
+                                                        int writes) {{
+  twostep::measure::{}(from, bytes, to, writes);
+}}
+)",
+                             stages == 0 ? kMixVectorThreads : 32,
+                             stages == 0 ? std::string("mix_limit_vector") : fmt::format("mix_limit<{}>", stages)));
+}
+
 std::vector<CompileRequest> measure_requests(const std::string& arch) {
   std::vector<CompileRequest> all = {fill_request(arch), reference_request(arch), compare_request(arch),
                                      plain_request(arch)};
   for (const int stages : {4, 8})
     for (const bool early : {true, false}) all.push_back(read_limit_request(arch, stages, early));
+  std::set<int> rings;
+  for (const Reader& mixer : kMixers)
+    if (rings.insert(mixer.stages).second) all.push_back(mix_limit_request(arch, mixer.stages));
   return all;
 }
 

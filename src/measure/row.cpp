@@ -20,11 +20,6 @@ using Json = nlohmann::ordered_json;
 
 constexpr std::int64_t kPastL2 = 240'000'000;  // four times the largest L2 that is meant
 
-Json summary_json(const Summary& s) {
-  if (s.kept == 0) return nullptr;
-  return {{"median_us", s.median}, {"p10_us", s.p10}, {"p90_us", s.p90}, {"kept", s.kept}, {"dropped", s.dropped}};
-}
-
 std::string cpu_name() {
   std::ifstream info("/proc/cpuinfo");
   for (std::string line; std::getline(info, line);)
@@ -132,6 +127,11 @@ nlohmann::ordered_json machine_json(const Machine& machine) {
           {"memory_clock_mhz", machine.memory_clock_mhz},
           {"power_limit_w", machine.power_limit_w},
           {"threads", machine.threads}};
+}
+
+nlohmann::ordered_json summary_json(const Summary& s) {
+  if (s.kept == 0) return nullptr;
+  return {{"median_us", s.median}, {"p10_us", s.p10}, {"p90_us", s.p90}, {"kept", s.kept}, {"dropped", s.dropped}};
 }
 
 std::string json_lines(const BenchRow& row, const Machine& machine) {

@@ -65,6 +65,7 @@ std::string build_version();                // "0.1.0 (a1b2c3d)"
 // The two objects of every result that say where it comes from: "origin", and "machine".
 nlohmann::ordered_json origin_json(const Machine& machine);
 nlohmann::ordered_json machine_json(const Machine& machine);
+nlohmann::ordered_json summary_json(const Summary& summary);  // null where nothing was kept
 
 // One line for each chain of the row.
 std::string json_lines(const BenchRow& row, const Machine& machine);

@@ -1,0 +1,614 @@
+// One decode or verify step of the KDA core of one layer: q = kTokens tokens of each of B requests (spec: kda 4, 6, 7).
+//
+//   projected [B q, kRowStride] BF16   Q | K | V | z | f | beta logits; only read, after the dependency
+//   out       [B q, D] BF16            rows out_stride elements apart; only written
+//   conv      BF16                     one line per slot: [L, 3D], or [3D, L] with kDimFirst; slots conv_stride apart
+//   state     FP32                     [H, 128 v, 128 k] per slot; slots state_stride apart
+//   slots     int32                    row n at n * slots_stride; column 0 names the line, column t takes token t's
+//   state owned     FP32                     conv weight [3][4][D], bias [3][D], norm weight [128] f_b [D, 128] BF16,
+//   a_log [H], dt_bias [D] FP32
+//
+// Grid: kSplit CTAs, one cluster, per (request, head); CTA `rank` owns the values v of rank * kValues ... The state of
+// its values arrives by bulk copies while the warps compute, for all tokens at once,
+//
+//   y      = R16(silu(bias + W0 h0 + W1 h1 + W2 h2 + W3 x))                       one warp per token
+//   q, k   = scale y_q / sqrt(|y_q|^2 + 1e-6),  y_k / sqrt(|y_k|^2 + 1e-6)
+//   g      = R16(F_B f);  decay = exp(lb sigmoid(A (g + dt_bias))), or exp(-A softplus(g + dt_bias))
+//
+// and then walk through the tokens with the state in registers, eight lanes to a row v, `kPassRows` rows a thread:
+//
+//   S = S decay;  p = S k;  u = beta (v - p);  o = S q + u (k . q);  S = S + u k^T;  o = R16(o)
+//   out = R16(o rsqrt(mean o^2 + eps) norm sigmoid(z))
+//
+// R16 rounds to BF16, to nearest even; sums are FP32 in an order that depends on the tactic alone. No atomics on
+// results. A thread loads every state element that it stores, and only after the load: a slot may be read and written.
+//
+// PDL: weights are read before pdl_wait(), all else after it; with kEarlyCaches the caller promises that slots,
+// accepted and the caches are not being written, and they are read before it too.
+//
+// A dead request takes a branch: it writes zeros, touches no cache, and still meets its cluster's barrier.
+#pragma once
+
+#include "common/ptx.cuh"
+
+namespace twostep::kda {
+
+// For tests alone: each turns one synchronisation rule off.
+enum class Fault { kNone, kNoDependencyWait, kNoTokenBarrier, kEarlyShift };
+
+struct Params {
+  const u16* projected;
+  u16* out;
+  u16* conv;
+  float* state;
+  const int* slots;
+  const int* accepted;  // null: 1
+  const int* lengths;   // null: kTokens
+  u32* counters;        // null, or bad_accepted, bad_slot, bad_length, stale_records
+  u16* rounded;         // null, or [B q, 4, D]: q, k, v, g as rounded
+  const float* owned;
+  const u16* f_b;
+  const float* a_log;
+  const float* dt_bias;
+  i64 out_stride;
+  i64 conv_stride;
+  i64 state_stride;
+  i64 slots_stride;
+  i64 num_slots;
+  i64 first_live_slot;
+  int window;
+  float scale;
+  float norm_eps;
+  float lower_bound;
+};
+
+constexpr int kDim = 128;  // keys and values of a head
+
+// The numbers that follow from a configuration. The host computes kSmemBytes too; they must agree.
+template <class C>
+struct Layout {
+  static constexpr int kChannels = C::kHeads * kDim;  // D
+  static constexpr int kThreads = C::kWarps * 32;
+  static constexpr int kValues = kDim / C::kSplit;            // of this CTA
+  static constexpr int kGroups = kThreads / 8;                // rows that the CTA works on at a time
+  static constexpr int kPassValues = kGroups * C::kPassRows;  // rows of one pass
+  static constexpr int kPasses = kValues / kPassValues;
+  static constexpr int kWarpTokens = (C::kTokens + C::kWarps - 1) / C::kWarps;  // tokens of one warp
+  static constexpr int kGateWarps = C::kWarps < 8 ? C::kWarps : 8;
+  static constexpr int kGateBlocks = 8 / kGateWarps;  // 16 rows of F_B each, of one warp
+
+  // Shared memory, bytes.
+  static constexpr int kWeights = kValues * kDim * 4;  // after the state: conv taps [4][128] of Q and of K,
+                                                       // [4][kValues] of V, norm weight [kValues]
+  static constexpr int kWeightBytes = (4 * (2 * kDim + kValues) + kValues) * 4;
+  static constexpr int kVectors = kWeights + kWeightBytes;  // k, q, decay of each token
+  static constexpr int kV = kVectors + C::kTokens * 3 * kDim * 4;
+  static constexpr int kO = kV + C::kTokens * kValues * 4;
+  static constexpr int kScalars = kO + C::kTokens * kValues * 4;  // beta and k . q of each token
+  static constexpr int kSums = kScalars + C::kTokens * 8;         // of squares: [split][tokens]
+  static constexpr int kBarriers = (kSums + C::kSplit * C::kTokens * 4 + 7) / 8 * 8;
+  static constexpr int kSmemBytes = kBarriers + (kPasses + 2) * 8;
+
+  static_assert(C::kTokens >= 1 && C::kTokens <= 8 && C::kHeads >= 1 && C::kHeads <= 128);
+  static_assert(kPasses >= 1 && kPasses * kPassValues == kValues);
+  static_assert(C::kConvLen >= 3 && (C::kTokens == 1 || C::kConvLen >= 2 + C::kTokens));
+  static_assert(kSmemBytes == C::kSmemBytes, "host and device disagree about shared memory");
+};
+
+// ---- The request: which slots, how many tokens, or dead
+
+struct Request {
+  int window_slots;  // slots[n][lane]
+  int line;          // slots[n][0]
+  int source;        // slots[n][accepted - 1]
+  int accepted;
+  int length;
+  bool readable;  // line, source and accepted are good
+  bool live;      // and so is length, which is not 0
+};
+
+__device__ inline bool is_live(const Params& p, int slot) { return slot >= p.first_live_slot && slot < p.num_slots; }
+
+// slots and accepted; every lane of a warp is here.
+__device__ inline Request read_slots(const Params& p, i64 n, int lane) {
+  Request r;
+  const int* row = p.slots + n * p.slots_stride;
+  r.window_slots = lane < p.window ? row[lane] : -1;
+  r.accepted = p.accepted != nullptr ? p.accepted[n] : 1;
+  r.line = __shfl_sync(~0u, r.window_slots, 0);
+  const bool in_window = r.accepted >= 1 && r.accepted <= p.window;
+  r.source = __shfl_sync(~0u, r.window_slots, in_window ? (r.accepted - 1) & 31 : 0);
+  if (in_window && r.accepted > 32) r.source = row[r.accepted - 1];
+  r.readable = in_window && is_live(p, r.line) && is_live(p, r.source);
+  return r;
+}
+
+// The first check that fails decides (kda 9.3); `counts` in one thread of the request.
+template <class C>
+__device__ inline void read_length(Request& r, const Params& p, i64 n, bool counts) {
+  r.length = p.lengths != nullptr ? p.lengths[n] : C::kTokens;
+  const bool good_length = r.length >= 0 && r.length <= C::kTokens;
+  r.live = r.readable && good_length && r.length > 0;
+  if (!counts || p.counters == nullptr) return;
+  enum { kBadAccepted, kBadSlot, kBadLength };
+  int bad = -1;
+  if (r.line < p.first_live_slot) bad = -1;
+  else if (r.line >= p.num_slots) bad = kBadSlot;
+  else if (!good_length) bad = kBadLength;
+  else if (r.length == 0) bad = -1;
+  else if (r.accepted < 1 || r.accepted > p.window) bad = kBadAccepted;
+  else if (r.source >= p.num_slots) bad = kBadSlot;
+  else if (r.live && C::kTokens > 1) {
+    for (int t = 1; t < r.length; ++t)
+      if (p.slots[n * p.slots_stride + t] >= p.num_slots) bad = kBadSlot;
+  }
+  if (bad >= 0) atomicAdd(p.counters + bad, 1u);
+}
+
+// ---- Convolution, SiLU, norm: one warp per token, four neighbouring channels of a third per lane
+
+// Four BF16 as they lie in memory.
+__device__ inline float4 widen(uint2 raw) {
+  return {__uint_as_float(raw.x << 16), __uint_as_float(raw.x & 0xffff0000u), __uint_as_float(raw.y << 16),
+          __uint_as_float(raw.y & 0xffff0000u)};
+}
+__device__ inline uint2 narrow(float4 v) { return {pack_bf16(v.x, v.y), pack_bf16(v.z, v.w)}; }
+__device__ inline uint2 load_four(const u16* from) { return *reinterpret_cast<const uint2*>(from); }
+__device__ inline void store_four(u16* to, uint2 raw) { *reinterpret_cast<uint2*>(to) = raw; }
+
+// Position `position` of four channels in a line.
+template <class C>
+__device__ inline uint2 load_tap(const u16* line, int channel, int position) {
+  if constexpr (!C::kDimFirst) return load_four(line + i64(position) * (3 * Layout<C>::kChannels) + channel);
+  const u16* at = line + i64(channel) * C::kConvLen + position;
+  return {at[0] | u32(at[C::kConvLen]) << 16, at[2 * C::kConvLen] | u32(at[3 * C::kConvLen]) << 16};
+}
+template <class C>
+__device__ inline void store_tap(u16* line, int channel, int position, uint2 raw) {
+  if constexpr (!C::kDimFirst) return store_four(line + i64(position) * (3 * Layout<C>::kChannels) + channel, raw);
+  u16* at = line + i64(channel) * C::kConvLen + position;
+  at[0] = u16(raw.x);
+  at[C::kConvLen] = u16(raw.x >> 16);
+  at[2 * C::kConvLen] = u16(raw.y);
+  at[3 * C::kConvLen] = u16(raw.y >> 16);
+}
+
+// 1 / (1 + exp(-x)) to the last bit or two, without a branch. x below -87 counts as -87: the result, 1e-38, is as good
+// as 0, and no infinity meets a zero. The division operator would branch for each value: 400 cycles a value on an H200.
+__device__ inline float sigmoid(float x) {
+  const float d = 1.0f + expf(fminf(-x, 87.0f));
+  const float r = reciprocal(d);
+  return r * (2.0f - d * r);
+}
+__device__ inline float silu(float x) {
+  const float d = 1.0f + expf(fminf(-x, 87.0f));
+  const float r = reciprocal(d);
+  const float y = x * r;
+  return y + (x - d * y) * r;
+}
+
+__device__ inline float4 multiply_add(float4 a, float4 b, float4 c) {
+  return {a.x * b.x + c.x, a.y * b.y + c.y, a.z * b.z + c.z, a.w * b.w + c.w};
+}
+__device__ inline float4 scaled(float4 a, float s) { return {a.x * s, a.y * s, a.z * s, a.w * s}; }
+__device__ inline float dot(float4 a, float4 b) { return a.x * b.x + a.y * b.y + a.z * b.z + a.w * b.w; }
+__device__ inline float warp_sum(float v) {
+#pragma unroll
+  for (int i = 16; i > 0; i /= 2) v += __shfl_xor_sync(~0u, v, i);
+  return v;
+}
+
+// What token t of four channels sees: positions t .. t + 3 of the sequence (h0, h1, h2, x_0, x_1, ..).
+template <class C>
+struct Window {
+  uint2 raw[4];
+
+  __device__ void load_inputs(const u16* rows, int t, int channel) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      if (t + i >= 3) raw[i] = load_four(rows + i64(t + i - 3) * C::kRowStride + channel);
+  }
+  __device__ void load_history(const u16* line, int accepted, int t, int channel) {
+#pragma unroll
+    for (int i = 0; i < 3; ++i)
+      if (t + i < 3) raw[i] = load_tap<C>(line, channel, accepted - 1 + t + i);
+  }
+  // y, rounded. `taps`: this lane's, `pitch` floats apart.
+  __device__ float4 convolve(const Params& p, int channel, const float* taps, int pitch) const {
+    float4 sum = {0, 0, 0, 0};
+    if constexpr (C::kBias) sum = *reinterpret_cast<const float4*>(p.owned + 12 * Layout<C>::kChannels + channel);
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      sum = multiply_add(*reinterpret_cast<const float4*>(taps + i * pitch), widen(raw[i]), sum);
+    const float4 y = {silu(sum.x), silu(sum.y), silu(sum.z), silu(sum.w)};
+    return widen(narrow(y));
+  }
+};
+
+// The line moves on by the accepted tokens: c'[0] = c[a], c'[1] = c[a+1], c'[2+t] = x_t. A lane loads all that its four
+// channels need before it stores any of it.
+template <class C>
+struct Shift {
+  uint2 kept[2];
+  uint2 inputs[C::kTokens];
+
+  __device__ void load(const u16* line, const u16* rows, const Request& r, int channel) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) kept[i] = load_tap<C>(line, channel, r.accepted + i);
+#pragma unroll
+    for (int t = 0; t < C::kTokens; ++t)
+      if (t < r.length) inputs[t] = load_four(rows + i64(t) * C::kRowStride + channel);
+  }
+  __device__ void store(u16* line, const Request& r, int channel) const {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) store_tap<C>(line, channel, i, kept[i]);
+#pragma unroll
+    for (int t = 0; t < C::kTokens; ++t)
+      if (t < r.length) store_tap<C>(line, channel, 2 + t, inputs[t]);
+  }
+};
+
+// ---- Gate: g = F_B f on the tensor cores, 16 rows of F_B by all tokens per warp and block
+//
+// A lane holds 16-byte pieces of its rows where mma.sync names pairs: both operands follow the same order of K, so the
+// sum is the same, and F_B goes from memory to registers once.
+
+template <class C>
+struct Gate {
+  using L = Layout<C>;
+  uint4 rows[L::kGateBlocks][2][4];  // of rows lane / 4 and lane / 4 + 8 of a block
+  float dt_bias[L::kGateBlocks][2];
+  float a;
+  uint4 f[4];  // of token lane / 4
+
+  __device__ static int row(int warp, int block, int half, int lane) {
+    return (warp + block * L::kGateWarps) * 16 + half * 8 + lane / 4;
+  }
+  __device__ void load_weights(const Params& p, int head, int warp, int lane) {
+    a = expf(p.a_log[head]);
+#pragma unroll
+    for (int b = 0; b < L::kGateBlocks; ++b)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int j = head * kDim + row(warp, b, half, lane);
+        dt_bias[b][half] = p.dt_bias[j];
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          rows[b][half][i] = *reinterpret_cast<const uint4*>(p.f_b + i64(j) * kDim + i * 32 + lane % 4 * 8);
+      }
+  }
+  __device__ void load_inputs(const u16* token_rows, int lane) {
+    const u16* from = token_rows + i64(lane / 4) * C::kRowStride + 4 * L::kChannels + lane % 4 * 8;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      f[i] = {0, 0, 0, 0};
+      if (lane / 4 < C::kTokens) f[i] = *reinterpret_cast<const uint4*>(from + i * 32);
+    }
+  }
+  // decay of every token to shared memory: vectors[t][2][j].
+  __device__ void compute(const Params& p, i64 first_row, int head, bool writes_rounded, float* vectors, int warp,
+                          int lane) const {
+#pragma unroll
+    for (int b = 0; b < L::kGateBlocks; ++b) {
+      float g[4] = {};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const uint4 low = rows[b][0][i], high = rows[b][1][i];
+        mma_16x8x16(g, {low.x, high.x, low.y, high.y}, f[i].x, f[i].y);
+        mma_16x8x16(g, {low.z, high.z, low.w, high.w}, f[i].z, f[i].w);
+      }
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int t = lane % 4 * 2 + e % 2;
+        if (t >= C::kTokens) continue;
+        const int j = row(warp, b, e / 2, lane);
+        const float rounded = round_bf16(g[e]);
+        vectors[(t * 3 + 2) * kDim + j] = decay(p, rounded + dt_bias[b][e / 2]);
+        if (writes_rounded) p.rounded[((first_row + t) * 4 + 3) * L::kChannels + head * kDim + j] = to_bf16(g[e]);
+      }
+    }
+  }
+  __device__ float decay(const Params& p, float s) const {
+    if constexpr (C::kLowerBound) return expf(p.lower_bound * sigmoid(a * s));
+    return expf(-a * (s > 20.0f ? s : log1pf(expf(s))));
+  }
+};
+
+// ---- Recurrence: eight lanes to a row v; a lane holds keys 32 i + 4 lane .. + 3 of its rows
+
+// k, q and decay of one token, this lane's keys.
+struct Vectors {
+  float4 k[4], q[4], decay[4];
+  __device__ void load(const float* vectors, int t, int lane) {
+    const float4* from = reinterpret_cast<const float4*>(vectors + t * 3 * kDim) + lane;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      k[i] = from[i * 8];
+      q[i] = from[kDim / 4 + i * 8];
+      decay[i] = from[kDim / 2 + i * 8];
+    }
+  }
+};
+__device__ inline float row_sum(float v) {
+#pragma unroll
+  for (int i = 4; i > 0; i /= 2) v += __shfl_xor_sync(~0u, v, i);
+  return v;
+}
+__device__ inline float4 multiplied(float4 a, float4 b) { return {a.x * b.x, a.y * b.y, a.z * b.z, a.w * b.w}; }
+
+// ---- Prologue: what the copy unit brings. One elected lane.
+
+// Conv and norm weights of this CTA's channels: before the dependency.
+template <class C>
+__device__ inline void load_weights(const Params& p, u32 to, int head, int first_value, u32 barrier) {
+  using L = Layout<C>;
+  barrier_arrive_expect(barrier, L::kWeightBytes);
+  for (int third = 0; third < 3; ++third) {
+    const int first = third < 2 ? head * kDim : first_value;
+    const int bytes = (third < 2 ? kDim : L::kValues) * 4;
+    for (int i = 0; i < 4; ++i, to += bytes)
+      bulk_load(to, p.owned + (third * 4 + i) * L::kChannels + first, bytes, barrier);
+  }
+  bulk_load(to, p.owned + 15 * L::kChannels + first_value % kDim, L::kValues * 4, barrier);
+}
+// The state of this CTA's values, a pass at a time.
+template <class C>
+__device__ inline void load_state(const Params& p, u32 to, int source, int first_value, u32 barriers) {
+  constexpr int kBytes = Layout<C>::kPassValues * kDim * 4;
+  const float* from = p.state + source * p.state_stride + i64(first_value) * kDim;
+  for (int i = 0; i < Layout<C>::kPasses; ++i) {
+    barrier_arrive_expect(barriers + i * 8, kBytes);
+    bulk_load(to + i * kBytes, from + i * Layout<C>::kPassValues * kDim, kBytes, barriers + i * 8);
+  }
+}
+__device__ inline void wait_arrival(u32 barrier) {
+  while (!barrier_try_wait(barrier, 0)) {
+  }
+}
+
+template <class C>
+__device__ inline void kda_step(const Params& p) {
+  using L = Layout<C>;
+  extern __shared__ __align__(128) u8 smem[];
+  const u32 state_smem = smem_address(smem);
+  const float* taps = reinterpret_cast<const float*>(smem + L::kWeights);
+  const float* norm_weight = taps + 4 * (2 * kDim + L::kValues);
+  float* vectors = reinterpret_cast<float*>(smem + L::kVectors);    // [tokens][k, q, decay][128]
+  float* v_smem = reinterpret_cast<float*>(smem + L::kV);           // [tokens][values]
+  float* o_smem = reinterpret_cast<float*>(smem + L::kO);           // [tokens][values]
+  float2* scalars = reinterpret_cast<float2*>(smem + L::kScalars);  // beta, k . q
+  float* sums = reinterpret_cast<float*>(smem + L::kSums);          // [split][tokens]
+  const u32 state_barriers = state_smem + L::kBarriers;             // one per pass
+  const u32 weights_barrier = state_barriers + L::kPasses * 8;
+  const u32 sums_barrier = weights_barrier + 8;
+
+  const int warp = threadIdx.x / 32;
+  const int lane = threadIdx.x % 32;
+  const int rank = blockIdx.x % C::kSplit;
+  const int unit = blockIdx.x / C::kSplit;
+  const int head = unit % C::kHeads;
+  const i64 n = unit / C::kHeads;
+  const int first_value = head * kDim + rank * L::kValues;  // of the D
+  const u16* rows = p.projected + n * C::kTokens * C::kRowStride;
+  const bool has_values = lane * 4 < L::kValues;  // four per lane
+  constexpr int kLoaderWarp = C::kWarps / 2;
+  const int v_warp = C::kWarps - 1 - warp;  // tokens are given to warps in rising order for q and k, falling for v
+
+  pdl_launch();
+  if (warp == kLoaderWarp && elect_one()) {
+    for (int i = 0; i < L::kPasses + 2; ++i) barrier_init(state_barriers + i * 8, 1);
+    barrier_init_fence();
+    load_weights<C>(p, state_smem + L::kWeights, head, first_value, weights_barrier);
+  }
+  __syncwarp();
+  if constexpr (C::kSplit > 1) cluster_arrive();  // this CTA runs, and its barriers are initialised
+  const bool gates = warp < L::kGateWarps;
+  Gate<C> gate;
+  if (gates) gate.load_weights(p, head, warp, lane);
+
+  // ---- Slots; the state on its way to shared memory; the history of the warp's first tokens
+
+  // A warp has tokens of q and k, of v, or of both.
+  constexpr bool kBoth = 2 * C::kTokens > C::kWarps;
+  const bool has_qk = warp < C::kTokens;
+  const bool has_v = v_warp < C::kTokens && has_values;
+  const int q_channel = head * kDim + lane * 4;
+  const int k_channel = q_channel + L::kChannels;
+  const int v_channel = 2 * L::kChannels + first_value + lane * 4;
+  Window<C> q_window, k_window, own_v_window;
+  Window<C>& v_window = kBoth ? own_v_window : q_window;
+  Request r = {};
+  u16* line = nullptr;
+  const auto read_caches = [&] {
+    r = read_slots(p, n, lane);
+    if (!r.readable) return;
+    line = p.conv + r.line * p.conv_stride;
+    if (warp == kLoaderWarp && elect_one()) load_state<C>(p, state_smem, r.source, first_value, state_barriers);
+    __syncwarp();
+    if (has_qk) {
+      q_window.load_history(line, r.accepted, warp, q_channel);
+      k_window.load_history(line, r.accepted, warp, k_channel);
+    }
+    if (has_v) v_window.load_history(line, r.accepted, v_warp, v_channel);
+  };
+  if constexpr (C::kEarlyCaches) read_caches();
+  if constexpr (C::kFault != Fault::kNoDependencyWait) pdl_wait();
+  // The projection, whatever the request turns out to be.
+  if (gates) gate.load_inputs(rows, lane);
+  const u16* betas = rows + 4 * L::kChannels + kDim + head;
+  u16 beta = 0;
+  if (has_qk) {
+    beta = betas[i64(warp) * C::kRowStride];
+    q_window.load_inputs(rows, warp, q_channel);
+    k_window.load_inputs(rows, warp, k_channel);
+  }
+  if (has_v) v_window.load_inputs(rows, v_warp, v_channel);
+  if constexpr (!C::kEarlyCaches) read_caches();
+  read_length<C>(r, p, n, head == 0 && rank == 0 && threadIdx.x == 0);
+
+  // ---- Zeros for tokens that are not there, and for dead requests
+
+  const int live_tokens = r.live ? r.length : 0;
+  for (int i = threadIdx.x; i < (C::kTokens - live_tokens) * (L::kValues / 4); i += L::kThreads) {
+    const int t = live_tokens + i / (L::kValues / 4);
+    store_four(p.out + (n * C::kTokens + t) * p.out_stride + first_value + i % (L::kValues / 4) * 4, {0, 0});
+  }
+  if (!r.live) {
+    __syncthreads();  // the barriers are initialised; copies under way must land before the CTA ends
+    wait_arrival(weights_barrier);
+    if (r.readable)
+      for (int i = 0; i < L::kPasses; ++i) wait_arrival(state_barriers + i * 8);
+    if constexpr (C::kSplit > 1) cluster_wait();
+    return;
+  }
+
+  // ---- Gate and convolution of all tokens
+
+  const bool writes_rounded = p.rounded != nullptr;
+  uint2 z[L::kWarpTokens];
+#pragma unroll
+  for (int i = 0; i < L::kWarpTokens; ++i) {
+    const int t = warp + i * C::kWarps;
+    if (t < r.length && has_values)
+      z[i] = load_four(rows + i64(t) * C::kRowStride + 3 * L::kChannels + first_value + lane * 4);
+  }
+  if (gates) gate.compute(p, n * C::kTokens, head, writes_rounded && rank == 0, vectors, warp, lane);
+  __syncthreads();  // the barrier of the taps is initialised
+  wait_arrival(weights_barrier);
+  for (int t = warp; t < r.length; t += C::kWarps) {
+    if (t != warp) {
+      beta = betas[i64(t) * C::kRowStride];
+      q_window.load_inputs(rows, t, q_channel), q_window.load_history(line, r.accepted, t, q_channel);
+      k_window.load_inputs(rows, t, k_channel), k_window.load_history(line, r.accepted, t, k_channel);
+    }
+    const float4 q = q_window.convolve(p, q_channel, taps + lane * 4, kDim);
+    const float4 k = k_window.convolve(p, k_channel, taps + 4 * kDim + lane * 4, kDim);
+    const float qq = warp_sum(dot(q, q)), kk = warp_sum(dot(k, k)), qk = warp_sum(dot(q, k));
+    const float q_scale = p.scale * rsqrtf(qq + 1e-6f), k_scale = rsqrtf(kk + 1e-6f);
+    float4* to = reinterpret_cast<float4*>(vectors + t * 3 * kDim) + lane;
+    to[0] = scaled(k, k_scale);
+    to[kDim / 4] = scaled(q, q_scale);
+    if (lane == 0) scalars[t] = {sigmoid(__uint_as_float(u32(beta) << 16)), qk * k_scale * q_scale};
+    if (writes_rounded && rank == 0) {
+      u16* to_rounded = p.rounded + (n * C::kTokens + t) * 4 * L::kChannels + head * kDim + lane * 4;
+      store_four(to_rounded, narrow(q));
+      store_four(to_rounded + L::kChannels, narrow(k));
+    }
+  }
+  if (has_v) {
+    for (int t = v_warp; t < r.length; t += C::kWarps) {
+      if (t != v_warp) v_window.load_inputs(rows, t, v_channel), v_window.load_history(line, r.accepted, t, v_channel);
+      const float4 v = v_window.convolve(p, v_channel, taps + 8 * kDim + lane * 4, L::kValues);
+      *reinterpret_cast<float4*>(v_smem + t * L::kValues + lane * 4) = v;
+      if (writes_rounded)
+        store_four(p.rounded + ((n * C::kTokens + t) * 4 + 2) * L::kChannels + first_value + lane * 4, narrow(v));
+    }
+  }
+  // Every token's vectors are there, and every warp of this CTA has read the line.
+  if constexpr (C::kFault != Fault::kNoTokenBarrier) __syncthreads();
+
+  // ---- Delta rule
+
+  const int row_lane = lane % 8;
+  const int group = threadIdx.x / 8;
+  Vectors token;
+  if constexpr (C::kTokens == 1) token.load(vectors, 0, row_lane);
+#pragma unroll
+  for (int pass = 0; pass < L::kPasses; ++pass) {
+    wait_arrival(state_barriers + pass * 8);
+    const int first = pass * L::kPassValues + group;
+    float4 s[C::kPassRows][4];
+#pragma unroll
+    for (int g = 0; g < C::kPassRows; ++g)
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        s[g][i] = load_shared_float4(state_smem + ((first + g * L::kGroups) * (kDim / 4) + i * 8 + row_lane) * 16);
+#pragma unroll 1
+    for (int t = 0; t < r.length; ++t) {
+      if constexpr (C::kTokens > 1) token.load(vectors, t, row_lane);
+      const float2 scalar = scalars[t];
+      const int slot = __shfl_sync(~0u, r.window_slots, t);
+      float* to = p.state + slot * p.state_stride + i64(first_value + first) * kDim + row_lane * 4;
+      const bool stores = C::kTokens == 1 || is_live(p, slot);
+#pragma unroll
+      for (int g = 0; g < C::kPassRows; ++g) {
+        float pk = 0, oq = 0;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          s[g][i] = multiplied(s[g][i], token.decay[i]);
+          pk += dot(s[g][i], token.k[i]);
+          oq += dot(s[g][i], token.q[i]);
+        }
+        pk = row_sum(pk), oq = row_sum(oq);
+        const int value = first + g * L::kGroups;
+        const float u = scalar.x * (v_smem[t * L::kValues + value] - pk);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) s[g][i] = multiply_add({u, u, u, u}, token.k[i], s[g][i]);
+        if (row_lane == 0) o_smem[t * L::kValues + value] = round_bf16(oq + u * scalar.y);
+        if (stores)
+#pragma unroll
+          for (int i = 0; i < 4; ++i) store_streaming(to + g * L::kGroups * kDim + i * 32, s[g][i]);
+      }
+      if constexpr (C::kTokens == 1) break;
+    }
+  }
+
+  // ---- Conv line. V's channels are this CTA's alone; those of Q and K are read by all CTAs of the cluster, and the
+  // first one moves them on when all have read.
+
+  const int third = warp - (C::kWarps - 3);
+  const bool shifts = third == 2 ? has_values : third >= 0 && rank == 0;
+  const int shift_channel = third * L::kChannels + (third == 2 ? first_value : head * kDim) + lane * 4;
+  Shift<C> shift;
+  if (shifts) shift.load(line, rows, r, shift_channel);
+  if constexpr (C::kFault == Fault::kEarlyShift)
+    if (shifts) shift.store(line, r, shift_channel);
+  __syncthreads();  // o of every value of this CTA is there
+
+  // ---- Gated norm
+
+  float4 o[L::kWarpTokens];
+  if constexpr (C::kSplit > 1) {
+    if (threadIdx.x == 0) barrier_arrive_expect(sums_barrier, C::kSplit * r.length * 4);
+    cluster_wait();  // the peers run, with their barriers
+  }
+#pragma unroll
+  for (int i = 0; i < L::kWarpTokens; ++i) {
+    const int t = warp + i * C::kWarps;
+    if (t >= r.length) break;
+    o[i] = {0, 0, 0, 0};
+    if (has_values) o[i] = *reinterpret_cast<const float4*>(o_smem + t * L::kValues + lane * 4);
+    const float sum = warp_sum(dot(o[i], o[i]));
+    if constexpr (C::kSplit == 1) {
+      if (lane == 0) sums[t] = sum;
+    } else {
+      if (lane < C::kSplit) store_cluster_float(smem_address(sums + rank * C::kTokens + t), sum, sums_barrier, lane);
+    }
+  }
+  if constexpr (C::kSplit == 1) {
+    __syncwarp();
+  } else {
+    // Sums came from every CTA of the cluster: so each has read the line. A barrier of the cluster would say the same,
+    // but its release waits until the stores of the state have reached L2: 1000 cycles.
+    wait_arrival(sums_barrier);
+  }
+  if constexpr (C::kFault != Fault::kEarlyShift)
+    if (shifts) shift.store(line, r, shift_channel);
+  if (!has_values) return;
+#pragma unroll
+  for (int i = 0; i < L::kWarpTokens; ++i) {
+    const int t = warp + i * C::kWarps;
+    if (t >= r.length) break;
+    const float4 norm = *reinterpret_cast<const float4*>(norm_weight + lane * 4);
+    float total = 0;
+#pragma unroll
+    for (int c = 0; c < C::kSplit; ++c) total += sums[c * C::kTokens + t];
+    const float scale = rsqrtf(total * (1.0f / kDim) + p.norm_eps);
+    const float4 gate_z = widen(z[i]);
+    store_four(p.out + (n * C::kTokens + t) * p.out_stride + first_value + lane * 4,
+               narrow({o[i].x * scale * norm.x * sigmoid(gate_z.x), o[i].y * scale * norm.y * sigmoid(gate_z.y),
+                       o[i].z * scale * norm.z * sigmoid(gate_z.z), o[i].w * scale * norm.w * sigmoid(gate_z.w)}));
+  }
+}
+
+}  // namespace twostep::kda

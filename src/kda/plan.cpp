@@ -1,0 +1,216 @@
+// PreparedKda on a GPU: prepare loads a kernel per key, run launches it.
+#include "kda/plan.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <map>
+
+#include "core/check.h"
+#include "cuda/launch.h"
+#include "cuda/memory.h"
+#include "jit/kernel_cache.h"
+
+namespace twostep {
+namespace {
+
+struct Params {  // twostep::kda::Params of kernels/kda/kda_step.cuh
+  const std::uint16_t* projected;
+  std::uint16_t* out;
+  std::uint16_t* conv;
+  float* state;
+  const std::int32_t* slots;
+  const std::int32_t* accepted;
+  const std::int32_t* lengths;
+  KdaCounters* counters;
+  std::uint16_t* rounded;
+  const void* owned;
+  const void* f_b;
+  const void* a_log;
+  const void* dt_bias;
+  long long out_stride;
+  long long conv_stride;
+  long long state_stride;
+  long long slots_stride;
+  long long num_slots;
+  long long first_live_slot;
+  int window;
+  float scale;
+  float norm_eps;
+  float lower_bound;
+};
+
+// The kernel of one key, ready to launch.
+struct Loaded {
+  std::shared_ptr<const CompiledKernel> compiled;
+  KdaTactic tactic;
+  std::uint32_t smem_bytes = 0;
+};
+
+std::size_t bytes_of(const TensorView& view) {
+  std::size_t count = dtype_size(view.dtype);
+  for (int i = 0; i < view.rank; ++i) count *= static_cast<std::size_t>(view.shape[static_cast<std::size_t>(i)]);
+  return count;
+}
+
+// A copy on the host; `view` then points at it.
+std::vector<std::byte> fetch(TensorView& view, Stream stream) {
+  std::vector<std::byte> host(bytes_of(view));
+  copy_to_host(host.data(), view.data, host.size(), stream);
+  view.data = host.data();
+  return host;
+}
+
+class CudaKda final : public KdaPlan {
+ public:
+  CudaKda(const KdaModel& model, const KdaTestSwitches& test)
+      : model_(model),
+        test_(test),
+        context_(primary_context(model.device.index)),
+        facts_(device_facts(model.device.index)) {
+    const ContextGuard context(context_);
+    const RelaxedCapture relaxed;
+    owned_ = DeviceBuffer(static_cast<std::size_t>(KdaOwned::floats(model.channels())) * sizeof(float));
+    copy_owned(model.weights, {});
+  }
+
+  void prepare(const KdaLayout& layout) override {
+    const ContextGuard context(context_);
+    const RelaxedCapture relaxed;
+    std::vector<Loaded> keys;
+    std::map<std::string, Loaded> built;  // by text: keys that need the same kernel share it
+    for (const KdaPolicy& policy : model_.options.policies) {
+      const KdaBuild build = kda_build(model_, layout, policy, facts_);
+      throw_if_error(kda_tactic_valid(build.tactic, build.tokens, facts_));
+      const KdaKernelText text = kda_kernel_text(build, test_);
+      auto [place, is_new] = built.try_emplace(text.text);
+      if (is_new) place->second = load(text, build);
+      keys.push_back(place->second);
+    }
+    keys_ = std::move(keys);
+    layout_ = layout;
+  }
+
+  void run(const KdaStep& step, KdaCounters* counters, Stream stream) override {
+    const Loaded& loaded = keys_[step.key];
+    const KdaOptions& options = model_.options;
+    Params params{step.projected,
+                  step.out,
+                  step.conv,
+                  step.state,
+                  step.slots,
+                  step.accepted,
+                  step.lengths,
+                  counters,
+                  test_.rounded,
+                  owned_.data(),
+                  model_.weights.f_b.data,
+                  model_.weights.a_log.data,
+                  model_.weights.dt_bias.data,
+                  step.out_stride,
+                  layout_.conv_stride,
+                  layout_.state_stride,
+                  step.slots_stride,
+                  layout_.num_slots,
+                  options.first_live_slot,
+                  static_cast<int>(step.window),
+                  options.scale,
+                  options.norm_eps,
+                  options.gate_lower_bound.value_or(0.0f)};
+    void* arguments[] = {&params};
+    const ContextGuard context(context_);
+    const bool capturing = is_capturing(stream);
+    const bool ordinary = ordinary_next_.load(std::memory_order_acquire) && ordinary_next_.exchange(false);
+    Launch what;
+    what.function = loaded.compiled->function;
+    what.grid_x = static_cast<std::uint32_t>(step.requests * model_.heads * loaded.tactic.split);
+    what.block = static_cast<std::uint32_t>(kda_threads(loaded.tactic));
+    what.cluster_x = static_cast<std::uint32_t>(loaded.tactic.split);
+    what.smem_bytes = loaded.smem_bytes;
+    what.programmatic = !ordinary && PdlChain::follows_own_kernel(context_, stream, capturing, false);
+    launch(what, stream, arguments);
+    PdlChain::record(context_, stream, capturing);
+  }
+
+  void reload(const KdaWeights& weights, Stream stream) override {
+    const ContextGuard context(context_);
+    if (is_capturing(stream))
+      fail(StatusCode::kCapturing, "kda.reload", "stream", "capturing", "a stream that does not capture",
+           "reload before the capture or between replays");
+    const RelaxedCapture relaxed;
+    copy_owned(weights, stream);
+    ordinary_next_.store(true, std::memory_order_release);
+    PdlChain::forget();
+  }
+
+  KdaTactic tactic(std::size_t key) const override { return keys_[key].tactic; }
+  std::string kernel(std::size_t key) const override {
+    const CompileKey& compiled = keys_[key].compiled->key;
+    return compiled.name + " " + compiled.hash;
+  }
+  KdaStats stats() const override { return stats_; }
+
+ private:
+  void copy_owned(KdaWeights weights, Stream stream) {
+    const auto conv = fetch(weights.conv_weight, stream);
+    const auto norm = fetch(weights.norm_weight, stream);
+    std::vector<std::byte> bias;
+    if (weights.conv_bias) bias = fetch(*weights.conv_bias, stream);
+    std::vector<float> owned(static_cast<std::size_t>(KdaOwned::floats(model_.channels())));
+    fill_owned(weights, model_.channels(), owned.data());
+    copy_to_device(owned_.data(), owned.data(), owned.size() * sizeof(float), stream);
+  }
+
+  Loaded load(const KdaKernelText& text, const KdaBuild& build) {
+    Loaded loaded;
+    loaded.tactic = build.tactic;
+    loaded.smem_bytes = static_cast<std::uint32_t>(kda_smem_bytes(build.tokens, build.tactic));
+    BuildOptions options;
+    options.allow_compile = model_.options.jit;
+    LoadReport report;
+    loaded.compiled =
+        load_kernel(kda_compile_request(text, facts_.arch), static_cast<int>(loaded.smem_bytes), options, &report);
+    if (report.from == BuiltFrom::kCompiled) ++stats_.compiles;
+    else ++stats_.cache_hits;
+    return loaded;
+  }
+
+  const KdaModel model_;
+  const KdaTestSwitches test_;
+  const CUcontext context_;
+  const DeviceFacts facts_;
+  DeviceBuffer owned_;
+  KdaLayout layout_;
+  std::vector<Loaded> keys_;                // by index of the policy
+  std::atomic<bool> ordinary_next_{false};  // the weights were written: the next launch has no early loads
+  KdaStats stats_;
+};
+
+}  // namespace
+
+CompileRequest kda_compile_request(const KdaKernelText& text, int arch) {
+  const std::string name = arch_name(arch);
+  if (name.empty())
+    fail(StatusCode::kUnsupported, "kda.prepare", "architecture", std::to_string(arch), "90, 100, 103, 120",
+         "run the layer on the CPU, or on another GPU");
+  return {text.name + "-" + name, text.entry, text.text, name, text.rules};
+}
+
+std::unique_ptr<KdaPlan> make_cuda_kda(const KdaModel& model, const KdaTestSwitches& test) {
+  throw_if_error(driver_status());
+  return std::make_unique<CudaKda>(model, test);
+}
+
+void cuda_decode_conv_weight(const TensorView& conv_weight, const TensorView& out, Stream stream) {
+  throw_if_error(driver_status());
+  const ContextGuard context(conv_weight.device.index);
+  const RelaxedCapture relaxed;
+  TensorView source = conv_weight;
+  const auto host = fetch(source, stream);
+  const std::int64_t channels = conv_weight.shape[0] / 3;
+  std::vector<float> values(static_cast<std::size_t>(12 * channels));
+  transpose_conv_weight(source, channels, values.data());
+  copy_to_device(out.data, values.data(), values.size() * sizeof(float), stream);
+}
+
+}  // namespace twostep

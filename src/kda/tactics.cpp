@@ -1,0 +1,173 @@
+#include "kda/tactics.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <nlohmann/json.hpp>
+
+#include "core/check.h"
+#include "core/embedded.h"
+
+namespace twostep {
+namespace {
+
+constexpr int kSplits[] = {1, 2, 4, 8};
+constexpr int kWarpCounts[] = {4, 8, 16};
+constexpr int kPassRows[] = {1, 2};
+
+int values_of(const KdaTactic& t) { return kKdaHeadDim / t.split; }
+int pass_values(const KdaTactic& t) { return t.warps * 4 * t.pass_rows; }  // eight lanes to a row
+
+Status invalid(const char* argument, int value, std::string accepted) {
+  return refusal(StatusCode::kUnsupported, "kda.prepare", std::string("tactic.") + argument, std::to_string(value),
+                 std::move(accepted));
+}
+
+// CTAs that one SM is to hold: by shared memory, and by registers. Below these numbers of registers ptxas spills.
+int ctas_per_sm(int tokens, const KdaTactic& t) {
+  constexpr int kSmSmem = 227 << 10, kReserved = 1 << 10, kRegisters = 1 << 16;
+  const int registers = t.warps == 4 ? 168 : 128;
+  const int by_smem = kSmSmem / (kda_smem_bytes(tokens, t) + kReserved);
+  return std::max(1, std::min(by_smem, kRegisters / (registers * kda_threads(t))));
+}
+
+struct Table {
+  std::string gpu;
+  std::vector<KdaTableEntry> entries;
+};
+
+const std::vector<Table>& tables() {
+  static const std::vector<Table> all = [] {
+    std::vector<Table> made;
+    for (const EmbeddedText& file : embedded_tactics()) {
+      const auto json = nlohmann::json::parse(file.text);
+      if (!json.contains("kda")) continue;
+      Table table{json.at("gpu"), {}};
+      for (const auto& item : json.at("kda")) {
+        const auto& tactic = item.at("tactic");
+        table.entries.push_back({item.at("heads"),
+                                 item.at("tokens"),
+                                 item.at("requests"),
+                                 {tactic.at("split"), tactic.at("warps"), tactic.at("pass_rows")},
+                                 item.at("us")});
+      }
+      made.push_back(std::move(table));
+    }
+    return made;
+  }();
+  return all;
+}
+
+}  // namespace
+
+std::string to_string(const KdaTactic& t) {
+  return fmt::format("split {} warps {} pass_rows {}", t.split, t.warps, t.pass_rows);
+}
+
+int kda_smem_bytes(int tokens, const KdaTactic& t) {
+  const int values = values_of(t);
+  const int weights = kKdaConvWidth * (2 * kKdaHeadDim + values) + values;  // conv taps, norm
+  const int floats = values * kKdaHeadDim + weights + tokens * (3 * kKdaHeadDim + 2 * values + 2) + t.split * tokens;
+  return (floats * 4 + 7) / 8 * 8 + (values / pass_values(t) + 2) * 8;
+}
+
+Status kda_tactic_valid(const KdaTactic& t, int tokens, const DeviceFacts& facts) {
+  const auto one_of = [](const auto& list, int value) {
+    return std::find(std::begin(list), std::end(list), value) != std::end(list);
+  };
+  if (!one_of(kSplits, t.split)) return invalid("split", t.split, "1, 2, 4, 8");
+  if (!one_of(kWarpCounts, t.warps)) return invalid("warps", t.warps, "4, 8, 16");
+  if (!one_of(kPassRows, t.pass_rows)) return invalid("pass_rows", t.pass_rows, "1, 2");
+  if (t.split > 1 && facts.arch == 120) return invalid("split", t.split, "1 on this architecture");
+  if (values_of(t) % pass_values(t) != 0)
+    return invalid("pass_rows", t.pass_rows,
+                   fmt::format("warps * 4 * pass_rows a divisor of the {} values of a CTA", values_of(t)));
+  if (const int bytes = kda_smem_bytes(tokens, t); bytes > facts.smem_per_block)
+    return refusal(StatusCode::kUnsupported, "kda.prepare", "shared memory", std::to_string(bytes),
+                   fmt::format("at most {} bytes on this GPU", facts.smem_per_block), "split the head over more CTAs");
+  return {};
+}
+
+std::vector<KdaTactic> valid_kda_tactics(int tokens, const DeviceFacts& facts) {
+  std::vector<KdaTactic> all;
+  for (int split : kSplits)
+    for (int warps : kWarpCounts)
+      for (int rows : kPassRows)
+        if (const KdaTactic t{split, warps, rows}; kda_tactic_valid(t, tokens, facts).ok()) all.push_back(t);
+  return all;
+}
+
+std::optional<KdaTableEntry> kda_table_entry(int heads, KdaKey key, const DeviceFacts& facts) {
+  std::optional<KdaTableEntry> above, last;
+  for (const Table& table : tables()) {
+    if (table.gpu != facts.name) continue;
+    for (const KdaTableEntry& entry : table.entries) {
+      if (entry.heads != heads || entry.tokens != key.tokens) continue;
+      if (entry.requests >= key.requests && (!above || entry.requests < above->requests)) above = entry;
+      if (!last || entry.requests > last->requests) last = entry;
+    }
+  }
+  return above ? above : last;
+}
+
+KdaTactic kda_tactic(int heads, KdaKey key, const DeviceFacts& facts) {
+  if (const auto entry = kda_table_entry(heads, key, facts);
+      entry && kda_tactic_valid(entry->tactic, key.tokens, facts).ok())
+    return entry->tactic;
+  // Few heads: split them while the CTAs still fit on the SMs at once, two to each. Many: three small CTAs on each SM
+  // keep more bytes on the way than two large ones.
+  const std::int64_t request_heads = key.requests * heads;
+  KdaTactic t;
+  while (facts.arch != 120 && t.split < 4 && request_heads * t.split * 2 <= 2 * facts.sm_count) t.split *= 2;
+  if (key.tokens == 1) {
+    if (t.split == 1) t.warps = 4;
+  } else if (t.split < 4) {
+    t.split = facts.arch == 120 ? 1 : 2;
+    t.pass_rows = 2;
+  }
+  return t;
+}
+
+KdaBuild kda_build(const KdaModel& model, const KdaLayout& layout, const KdaPolicy& policy, const DeviceFacts& facts) {
+  KdaBuild build;
+  build.heads = model.heads;
+  build.tokens = policy.key.tokens;
+  build.conv_len = layout.conv_len;
+  build.conv_dim_first = model.options.conv_dim_first;
+  build.lower_bound = model.options.gate_lower_bound.has_value();
+  build.bias = model.weights.conv_bias.has_value();
+  build.row_stride = policy.row_stride;
+  build.early_caches = model.options.early_caches;
+  build.tactic = policy.tactic ? *policy.tactic : kda_tactic(model.heads, policy.key, facts);
+  return build;
+}
+
+KdaKernelText kda_kernel_text(const KdaBuild& b, const KdaTestSwitches& test) {
+  KdaKernelText kernel;
+  kernel.name = fmt::format("kda-h{}-q{}-{}-l{}-s{}w{}p{}", b.heads, b.tokens, b.conv_dim_first ? "ds" : "sd",
+                            b.conv_len, b.tactic.split, b.tactic.warps, b.tactic.pass_rows);
+  kernel.entry = "kda_step";
+  kernel.rules = kKdaRules;
+  kernel.text =
+      fmt::format(R"(#include "kda/kda_step.cuh"
+
+struct Config {{
+  static constexpr int kHeads = {}, kTokens = {}, kConvLen = {};
+  static constexpr bool kDimFirst = {}, kLowerBound = {}, kBias = {}, kEarlyCaches = {};
+  static constexpr long long kRowStride = {};
+  static constexpr int kSplit = {}, kWarps = {}, kPassRows = {};
+  static constexpr int kSmemBytes = {};
+  static constexpr auto kFault = twostep::kda::Fault::{};
+}};
+
+extern "C" __global__ void __launch_bounds__({}, {}) kda_step(const __grid_constant__ twostep::kda::Params params) {{
+  twostep::kda::kda_step<Config>(params);
+}}
+)",
+                  b.heads, b.tokens, b.conv_len, b.conv_dim_first, b.lower_bound, b.bias, b.early_caches, b.row_stride,
+                  b.tactic.split, b.tactic.warps, b.tactic.pass_rows, kda_smem_bytes(b.tokens, b.tactic), test.fault,
+                  kda_threads(b.tactic), ctas_per_sm(b.tokens, b.tactic));
+  return kernel;
+}
+
+}  // namespace twostep

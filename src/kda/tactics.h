@@ -1,0 +1,59 @@
+// Which tactic serves a key on a GPU, and the text of its kernel. Pure: no driver call, no GPU needed.
+#pragma once
+
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "kda/contract.h"
+
+namespace twostep {
+
+inline constexpr const char* kKdaRules = "kda-rules-1";
+
+// All that makes two builds of the kernel differ, beside the architecture.
+struct KdaBuild {
+  int heads = 0;
+  int tokens = 0;
+  int conv_len = 0;
+  bool conv_dim_first = false;
+  bool lower_bound = false;
+  bool bias = false;
+  std::int64_t row_stride = 0;
+  bool early_caches = false;
+  KdaTactic tactic;
+  friend bool operator==(const KdaBuild&, const KdaBuild&) = default;
+};
+KdaBuild kda_build(const KdaModel& model, const KdaLayout& layout, const KdaPolicy& policy, const DeviceFacts& facts);
+
+// kOk, or kUnsupported with the rule that is broken.
+Status kda_tactic_valid(const KdaTactic& tactic, int tokens, const DeviceFacts& facts);
+std::vector<KdaTactic> valid_kda_tactics(int tokens, const DeviceFacts& facts);
+
+// What tactics/<gpu>.json says of (heads, tokens): the entry of the fewest requests that are at least `requests`, else
+// of the most.
+struct KdaTableEntry {
+  int heads = 0;
+  int tokens = 0;
+  std::int64_t requests = 0;
+  KdaTactic tactic;
+  double us = 0;
+};
+std::optional<KdaTableEntry> kda_table_entry(int heads, KdaKey key, const DeviceFacts& facts);
+
+// The table's, else by a rule: enough CTAs to load every SM.
+KdaTactic kda_tactic(int heads, KdaKey key, const DeviceFacts& facts);
+
+// Dynamic shared memory of a CTA, as the kernel computes it.
+int kda_smem_bytes(int tokens, const KdaTactic& tactic);
+inline int kda_threads(const KdaTactic& tactic) { return tactic.warps * 32; }
+
+struct KdaKernelText {
+  std::string name;   // "kda-h12-q1-sd-l3-s8w8p1"
+  std::string entry;  // extern "C" name
+  std::string text;
+  std::string rules;
+};
+KdaKernelText kda_kernel_text(const KdaBuild& build, const KdaTestSwitches& test = {});
+
+}  // namespace twostep

@@ -1,0 +1,140 @@
+#include "measure/bench_kda.h"
+
+#include <algorithm>
+
+#include "core/check.h"
+#include "kda/tactics.h"
+
+namespace twostep {
+namespace {
+
+std::int64_t l2_bytes(const MeasureDevice& device) {
+  constexpr int kAttributeL2CacheSize = 38;
+  CUdevice handle = 0;
+  int bytes = 0;
+  TWOSTEP_CUDA_CHECK(cuDeviceGet(&handle, device.ordinal()), "measure.l2");
+  TWOSTEP_CUDA_CHECK(cuDeviceGetAttribute(&bytes, kAttributeL2CacheSize, handle), "measure.l2");
+  return bytes;
+}
+
+}  // namespace
+
+double kda_mix_rate(const MeasureDevice& device, int writes, Machine& machine) {
+  constexpr std::int64_t kCall = 512 << 20;  // read and written by one launch: start and tail do not count
+  constexpr int kRegions = 4, kLaunches = 16;
+  const std::int64_t read = kCall / (1 + writes) / kReaderPiece * kReaderPiece;
+  KdaCudaMemory memory(device);
+  auto* pool = static_cast<std::byte*>(memory.allocate(kRegions * kCall));
+  memory.fill(pool, kRegions * kCall / 2, operand_base("mix", 1), 1);
+  const std::string arch = arch_name(device.facts().arch);
+  ChainTimer timer(device, kLaunches);
+  double best = 0;
+  for (const Reader& mixer : kMixers) {
+    if (!device.fits(mixer)) continue;
+    const auto kernel = load_kernel(mix_limit_request(arch, mixer.stages), mixer.stages * kReaderPiece);
+    Launch what;
+    what.function = kernel->function;
+    const bool vector = mixer.stages == 0;
+    what.grid_x =
+        static_cast<std::uint32_t>(vector ? read / kReaderPiece : mixer.ctas_per_sm * device.facts().sm_count);
+    what.block = vector ? kMixVectorThreads : 32;
+    what.smem_bytes = static_cast<std::uint32_t>(mixer.stages * kReaderPiece);
+    const auto enqueue = [&](int i, bool in_place) {
+      std::byte* from = pool + i % kRegions * kCall;
+      std::byte* to = in_place ? from : from + read;
+      std::int64_t bytes = read;
+      int times = writes;
+      void* arguments[] = {&from, &bytes, &to, &times};
+      what.programmatic = i > 0;
+      launch(what, device.stream(), arguments);
+    };
+    for (const bool in_place : {false, true}) {
+      const Summary time = timer.early([&](int i) { enqueue(i, in_place); });
+      best = std::max(best, static_cast<double>(read * (1 + writes)) / time.median);
+    }
+    for (int i = 0; i < kLaunches; ++i) enqueue(0, false);  // what runs while the clocks are read
+    device.describe(machine);
+    device.synchronize();
+  }
+  return best;
+}
+
+KdaBench::KdaBench(const MeasureDevice& device, const KdaBenchOptions& options, std::vector<std::int64_t> requests,
+                   double rate)
+    : device_(device),
+      options_(options),
+      requests_(std::move(requests)),
+      rate_(rate),
+      memory_(device),
+      layers_(memory_, options, requests_, l2_bytes(device)) {}
+
+void KdaBench::prepare(const std::optional<KdaTactic>& tactic) {
+  forced_ = tactic.has_value();
+  layers_.prepare(tactic);
+  device_.synchronize();
+}
+
+KdaRow KdaBench::time(std::int64_t requests, int launches, Replays replays) {
+  KdaRow row = layers_.row(requests);
+  row.ring.launches = launches;
+  row.rate = rate_;
+  const auto entry = kda_table_entry(options_.heads, {requests, options_.tokens}, device_.facts());
+  row.source = forced_ ? "forced" : entry && entry->tactic == row.tactic ? "table" : "rule";
+  const ChainTimer timer(device_, launches);
+  row.time = timer.early([&](int launch) { layers_.run(requests, launch); }, replays);
+  return row;
+}
+
+KdaRow KdaBench::measure(std::int64_t requests, Replays replays) {
+  return time(requests, layers_.ring(requests).launches, replays);
+}
+
+KdaSweep KdaBench::sweep(int finalists) {
+  constexpr Replays kScreening{1, 5};
+  constexpr int kScreeningLaunches = 16;
+  const std::vector<KdaTactic> tactics = valid_kda_tactics(options_.tokens, device_.facts());
+  std::vector<KdaBuild> builds;
+  for (const KdaTactic& tactic : tactics) {
+    KdaProblem problem;
+    problem.heads = options_.heads;
+    problem.tokens = problem.window = options_.tokens;
+    problem.conv_len = options_.conv_len;
+    problem.dim_first = options_.dim_first;
+    problem.early_caches = options_.early_caches;
+    problem.tactic = tactic;
+    builds.push_back(kda_build_of(problem, device_.facts()));
+  }
+  compile_kda(builds, device_.facts());
+
+  KdaSweep sweep;
+  for (const KdaTactic& tactic : tactics) {
+    try {
+      prepare(tactic);
+      for (const std::int64_t b : requests_) {
+        const int sets = layers_.ring(b).sets;
+        sweep.ranking[b].push_back(time(b, (kScreeningLaunches + sets - 1) / sets * sets, kScreening));
+      }
+    } catch (const Error& error) {
+      device_.synchronize();  // throws where the context is lost: no later time would be true
+      sweep.failures.push_back({tactic, error.what()});
+    }
+  }
+  const auto faster = [](const KdaRow& a, const KdaRow& b) { return a.time.median < b.time.median; };
+  for (auto& [b, rows] : sweep.ranking) std::stable_sort(rows.begin(), rows.end(), faster);
+  for (const KdaTactic& tactic : tactics) {
+    bool prepared = false;
+    for (auto& [b, rows] : sweep.ranking) {
+      const auto end = rows.begin() + std::min<std::ptrdiff_t>(finalists, std::ssize(rows));
+      const auto row = std::find_if(rows.begin(), end, [&](const KdaRow& r) { return r.tactic == tactic; });
+      if (row == end) continue;
+      if (!prepared) prepare(tactic);
+      prepared = true;
+      *row = measure(b);
+    }
+  }
+  for (auto& [b, rows] : sweep.ranking)
+    std::stable_sort(rows.begin(), rows.begin() + std::min<std::ptrdiff_t>(finalists, std::ssize(rows)), faster);
+  return sweep;
+}
+
+}  // namespace twostep

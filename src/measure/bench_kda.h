@@ -1,0 +1,55 @@
+// PreparedKda on a GPU against the mix of reads and writes that its memory allows, by the protocol of kda 15, 16.3; and
+// the search for a tactic.
+#pragma once
+
+#include <map>
+#include <string>
+#include <vector>
+
+#include "measure/chain.h"
+#include "measure/kda_case_cuda.h"
+#include "measure/kda_layers.h"
+
+namespace twostep {
+
+// Bytes read and written per microsecond by a kernel that writes each byte it reads `writes` times, all elsewhere or
+// once in place. The fastest of both over kMixers, on memory far beyond L2. Describes the GPU while it is busy.
+double kda_mix_rate(const MeasureDevice& device, int writes, Machine& machine);
+
+struct KdaFailure {
+  KdaTactic tactic;
+  std::string sentence;  // compile, load or values
+};
+struct KdaSweep {
+  std::map<std::int64_t, std::vector<KdaRow>> ranking;  // by requests, best first; finalists timed in full
+  std::vector<KdaFailure> failures;
+};
+
+// One (H, q) with several request counts.
+class KdaBench {
+ public:
+  // `device` must outlive the bench. `rate` is that of the mix. Throws kOutOfMemory.
+  KdaBench(const MeasureDevice& device, const KdaBenchOptions& options, std::vector<std::int64_t> requests,
+           double rate);
+
+  // Makes the layers ready, with one tactic for all keys or with the choice of each. Checks values: kInternal where
+  // they are wrong.
+  void prepare(const std::optional<KdaTactic>& tactic = {});
+  KdaRow measure(std::int64_t requests, Replays replays = {});
+
+  // Tries every valid tactic for every request count, and times the best `finalists` of each in full.
+  KdaSweep sweep(int finalists);
+
+ private:
+  KdaRow time(std::int64_t requests, int launches, Replays replays);
+
+  const MeasureDevice& device_;
+  KdaBenchOptions options_;
+  std::vector<std::int64_t> requests_;
+  double rate_;
+  KdaCudaMemory memory_;
+  KdaLayers layers_;
+  bool forced_ = false;
+};
+
+}  // namespace twostep

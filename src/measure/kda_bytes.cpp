@@ -1,0 +1,52 @@
+#include "measure/kda_bytes.h"
+
+#include <algorithm>
+
+namespace twostep {
+
+int least_conv_len(int tokens) { return tokens == 1 ? 3 : 2 + tokens; }
+
+std::int64_t kda_weight_bytes(int heads) { return std::int64_t{heads} * (6144 + 32768 + 512 + 4) + 512; }
+
+std::int64_t kda_request_bytes(const KdaShape& shape) {
+  const std::int64_t h = shape.heads;
+  const std::int64_t q = shape.tokens;
+  // Three taps touch every 32-byte sector of a DS line.
+  const std::int64_t taps = shape.dim_first && shape.conv_len > 3 ? 768 * std::int64_t{shape.conv_len} : 2304;
+  if (q == 1) return h * (131072 + taps + 2304 + 1026 + 256) + 260;
+  return h * (65536 * (1 + q) + taps + 768 * (q + 2) + 1282 * q) + 260 * q + 4;
+}
+
+std::int64_t kda_step_bytes(const KdaShape& shape) {
+  return kda_weight_bytes(shape.heads) + shape.requests * kda_request_bytes(shape);
+}
+
+std::int64_t kda_state_bytes(const KdaShape& shape) {
+  return std::int64_t{65536} * (1 + shape.tokens) * shape.heads * shape.requests;
+}
+
+std::optional<double> kda_bar_us(int tokens, double floor_us) {
+  if (tokens == 1) return 1.25 * floor_us + 4;
+  if (tokens == 8) return 1.25 * floor_us + 8;
+  return std::nullopt;
+}
+
+std::optional<double> kda_cpu_bar_us(const KdaShape& shape, double copy_rate) {
+  if (shape.tokens != 1) return std::nullopt;
+  return static_cast<double>(kda_state_bytes(shape)) / (0.6 * copy_rate);
+}
+
+KdaRing plan_kda_ring(const KdaShape& shape, std::int64_t cache_bytes) {
+  constexpr std::int64_t kModelLayers = 69;
+  constexpr std::int64_t kLeastLaunches = 64;
+  // Two large sets in turn would find a part of themselves in a cache that does not replace the oldest first.
+  constexpr std::int64_t kLeast = 3;
+  const auto up = [](std::int64_t a, std::int64_t b) { return (a + b - 1) / b; };
+  const std::int64_t past = std::max<std::int64_t>(256'000'000, 4 * cache_bytes);
+  const std::int64_t slots = std::int64_t{65536} * shape.heads * shape.requests * shape.tokens;
+  const std::int64_t layers = std::clamp(up(past, kda_step_bytes(shape)), kLeast, kModelLayers);
+  const std::int64_t sets = up(up(past, slots), layers) * layers;
+  return {static_cast<int>(layers), static_cast<int>(sets), static_cast<int>(up(kLeastLaunches, sets) * sets)};
+}
+
+}  // namespace twostep

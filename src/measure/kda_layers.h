@@ -1,0 +1,64 @@
+// The layers, caches and rows that a benchmark of PreparedKda rotates over, on any device (spec: kda 16.3).
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <vector>
+
+#include "measure/check_kda.h"
+#include "measure/kda_bytes.h"
+#include "measure/kda_row.h"
+
+namespace twostep {
+
+struct KdaBenchOptions {
+  int heads = 12;
+  int tokens = 1;
+  int conv_len = 3;
+  bool dim_first = false;
+  bool early_caches = false;
+  KdaShape shape(std::int64_t requests) const { return {heads, requests, tokens, conv_len, dim_first}; }
+};
+
+// One (H, q) with several request counts. K3's form: lower-bound gate, no bias, FP32 owned weights, natural strides.
+class KdaLayers {
+ public:
+  // `memory` must outlive this; `cache_bytes` is what has to be passed. Throws kOutOfMemory, std::bad_alloc.
+  KdaLayers(KdaMemory& memory, const KdaBenchOptions& options, std::vector<std::int64_t> requests,
+            std::int64_t cache_bytes);
+
+  // Makes the layers anew and prepares them; without a tactic each key has its own choice. Checks the values of each
+  // tactic on one small problem of the same key first: kInternal, for a wrong kernel has no speed.
+  void prepare(const std::optional<KdaTactic>& tactic = {});
+  // Call `launch` of the chain of one request count.
+  void run(std::int64_t requests, int launch);
+
+  const KdaRing& ring(std::int64_t requests) const { return plans_.at(requests).ring; }
+  // A row with all but its times.
+  KdaRow row(std::int64_t requests) const;
+
+ private:
+  struct Plan {
+    KdaRing ring;
+    std::int32_t* slots = nullptr;  // [sets, B, q]
+  };
+  KdaWeights weights(int layer) const;
+  void check_values(const KdaTactic& tactic);
+
+  KdaMemory& memory_;
+  KdaBenchOptions options_;
+  std::map<std::int64_t, Plan> plans_;  // by requests
+  std::int64_t channels_ = 0;
+  std::int64_t num_slots_ = 1;
+  int num_layers_ = 0;
+  KdaCaches caches_;
+  std::uint16_t* projected_ = nullptr;
+  std::uint16_t* out_ = nullptr;
+  std::int32_t* accepted_ = nullptr;
+  std::byte* weights_ = nullptr;  // of all layers
+  std::vector<PreparedKda> layers_;
+  KdaJudge judge_;
+  std::vector<std::pair<KdaTactic, KdaErrors>> values_;
+};
+
+}  // namespace twostep

@@ -1,0 +1,277 @@
+// What a step did against what it must do: bytes exactly, values by the rules of kda 11.1.
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <sstream>
+
+#include "tests/kda/fixture.h"
+
+namespace twostep::kda_test {
+namespace {
+
+constexpr std::uint16_t kPoison = 0xffff;
+
+bool same_output(std::uint16_t a, std::uint16_t b) { return a == b || ((a | b) & 0x7fff) == 0; }
+
+// Of one stored state against the oracle's [k][v].
+void tally_state(const float* cells, const double* reference, Tally* tally) {
+  double largest = 1, error = 0;
+  for (std::size_t v = 0; v < kDim; ++v)
+    for (std::size_t k = 0; k < kDim; ++k) {
+      const double want = reference[k * kDim + v];
+      const double off = std::abs(cells[v * kDim + k] - want);
+      largest = std::max(largest, std::abs(want));
+      error = std::isnan(off) ? std::numeric_limits<double>::infinity() : std::max(error, off);
+    }
+  ++tally->heads;
+  tally->heads_off += error > 1e-5 * largest;
+  tally->worst = std::max(tally->worst, error / largest);
+}
+
+void tally_outputs(const std::uint16_t* got, const std::array<std::uint16_t, kDim>& want, Tally* tally) {
+  for (std::size_t v = 0; v < kDim; ++v) {
+    const double reference = decode_bf16(want[v]);
+    const double off = decode_bf16(got[v]) - reference;
+    ++tally->outputs;
+    tally->unequal += !same_output(got[v], want[v]);
+    tally->error_squares += std::isnan(off) ? std::numeric_limits<double>::infinity() : off * off;
+    tally->squares += reference * reference;
+  }
+}
+
+// How far the kernel's own rounding is from the oracle's. Sums near 0 are as exact as their terms of size 1 allow.
+void tally_rounded(const std::array<double, kDim>& got, const std::array<double, kDim>& want, Tally* tally) {
+  for (std::size_t j = 0; j < kDim; ++j) {
+    const double off = std::abs(got[j] - want[j]) / (std::ldexp(std::abs(want[j]), -7) + 1e-5);
+    tally->worst_rounded =
+        std::isnan(off) ? std::numeric_limits<double>::infinity() : std::max(tally->worst_rounded, off);
+  }
+}
+
+Rounded kernel_inputs(const Outcome& outcome, std::int64_t channels, std::int64_t row, int head) {
+  Rounded inputs;
+  for (int part = 0; part < 4; ++part) {
+    auto& values = part == 0 ? inputs.q : part == 1 ? inputs.k : part == 2 ? inputs.v : inputs.g;
+    const std::uint16_t* bits = outcome.rounded.data() + (row * 4 + part) * channels + std::int64_t{kDim} * head;
+    std::transform(bits, bits + kDim, values.begin(), decode_bf16);
+  }
+  return inputs;
+}
+
+std::string where(const CacheShape& shape, std::int64_t at) {
+  std::ostringstream text;
+  text << "byte " << at;
+  const auto inside = [&](std::int64_t base, std::int64_t pitch, std::int64_t dense, const char* name) {
+    const std::int64_t slot = at < base ? -1 : std::min((at - base) / pitch, shape.slots - 1);
+    if (slot >= 0 && at - base - slot * pitch < dense)
+      text << ", " << name << " of slot " << slot << ", byte " << at - base - slot * pitch << " of it";
+  };
+  inside(shape.conv_base, shape.conv_pitch, shape.conv_bytes(), "conv line");
+  inside(shape.state_base, shape.state_pitch, shape.state_bytes(), "state");
+  return text.str();
+}
+
+void expect_same_bytes(const Caches& want, const Caches& got, const char* what) {
+  const auto [a, b] = std::mismatch(want.bytes.begin(), want.bytes.end(), got.bytes.begin(), got.bytes.end());
+  if (a != want.bytes.end()) ADD_FAILURE() << what << ": " << where(want.shape, a - want.bytes.begin());
+}
+
+}  // namespace
+
+Tally& Tally::operator+=(const Tally& other) {
+  outputs += other.outputs;
+  unequal += other.unequal;
+  error_squares += other.error_squares;
+  squares += other.squares;
+  heads += other.heads;
+  heads_off += other.heads_off;
+  worst = std::max(worst, other.worst);
+  worst_rounded = std::max(worst_rounded, other.worst_rounded);
+  return *this;
+}
+Verdict& Verdict::operator+=(const Verdict& other) {
+  plain += other.plain;
+  strict += other.strict;
+  return *this;
+}
+
+std::string to_string(const Tally& tally) {
+  std::ostringstream text;
+  text << tally.unequal << " of " << tally.outputs << " outputs differ, RMS ratio "
+       << std::sqrt(tally.error_squares / tally.squares) << "; " << tally.heads_off << " of " << tally.heads
+       << " states off, worst " << tally.worst << " m";
+  return text.str();
+}
+
+Verdict judge(const Rig& rig, const Step& step, const Caches& before, const Outcome& outcome, Profile profile,
+              Carried* carried) {
+  const LayerValues& layer = rig.layer();
+  const std::int64_t channels = layer.channels();
+  KdaCounters counts;
+  const std::vector<Fate> all = fates(step, before.shape.slots, rig.options().first_live_slot, &counts);
+
+  // What must be exact. The states that are stored are taken over here and compared below.
+  Caches expected = before;
+  shift_lines(step, all, &expected);
+  for (const Fate& fate : all)
+    for (const std::int64_t slot : fate.store)
+      if (slot >= 0)
+        std::memcpy(expected.state(slot, 0), outcome.caches.state(slot, 0),
+                    static_cast<std::size_t>(before.shape.state_bytes()));
+  expect_same_bytes(expected, outcome.caches, "caches after the step");
+  for (std::int64_t row = 0; row < step.rows(); ++row) {
+    const std::uint16_t* out = outcome.out.data() + row * outcome.out_stride;
+    if (row % step.tokens >= all[static_cast<std::size_t>(row / step.tokens)].tokens) expect_zero_row(outcome, row);
+    EXPECT_EQ(std::count(out + channels, out + outcome.out_stride, kPoison), outcome.out_stride - channels)
+        << "columns past D of output row " << row << " were written";
+  }
+  if (rig.options().counters) {
+    EXPECT_EQ(outcome.counters.bad_accepted, counts.bad_accepted);
+    EXPECT_EQ(outcome.counters.bad_slot, counts.bad_slot);
+    EXPECT_EQ(outcome.counters.bad_length, counts.bad_length);
+    EXPECT_EQ(outcome.counters.stale_records, 0u);
+  }
+
+  // Room for the carried states first: below, several threads write into it.
+  if (carried)
+    for (const Fate& fate : all) {
+      if (!fate.live) continue;
+      for (auto* states : {&carried->plain, &carried->strict}) {
+        if (!states->contains(fate.read)) {
+          State& state = (*states)[fate.read];
+          for (int h = 0; h < layer.heads; ++h) {
+            const State head = load_state(before.state(fate.read, h));
+            state.insert(state.end(), head.begin(), head.end());
+          }
+        }
+        for (const std::int64_t slot : fate.store)
+          if (slot >= 0) (*states)[slot].resize(static_cast<std::size_t>(layer.heads) * kCells);
+      }
+    }
+
+  std::vector<Verdict> verdicts(static_cast<std::size_t>(step.requests) * static_cast<std::size_t>(layer.heads));
+  const bool strict_too = rig.options().strict && profile == Profile::kStock;
+  parallel_for(static_cast<std::int64_t>(verdicts.size()), [&](std::int64_t index) {
+    const auto n = static_cast<int>(index / layer.heads), h = static_cast<int>(index % layer.heads);
+    const Fate& fate = all[static_cast<std::size_t>(n)];
+    if (!fate.live) return;
+    Verdict& verdict = verdicts[static_cast<std::size_t>(index)];
+    for (const bool strict : {false, true}) {
+      if (strict && !strict_too) continue;
+      Tally& tally = strict ? verdict.strict : verdict.plain;
+      auto* states = carried ? strict ? &carried->strict : &carried->plain : nullptr;
+      State state;
+      if (states) {
+        const State& from = states->at(fate.read);
+        state.assign(from.begin() + h * kCells, from.begin() + (h + 1) * kCells);
+      } else {
+        state = load_state(before.state(fate.read, h));
+      }
+      for (int t = 0; t < fate.tokens; ++t) {
+        const std::int64_t row = std::int64_t{n} * step.tokens + t;
+        Rounded inputs = token_inputs(layer, step, before, fate, n, t, h, profile);
+        if (strict) {
+          const Rounded own = kernel_inputs(outcome, channels, row, h);
+          tally_rounded(own.q, inputs.q, &tally);
+          tally_rounded(own.k, inputs.k, &tally);
+          tally_rounded(own.v, inputs.v, &tally);
+          tally_rounded(own.g, inputs.g, &tally);
+          inputs = own;
+        }
+        const auto out = advance(layer, step, row, h, inputs, profile, state.data());
+        tally_outputs(outcome.out.data() + row * outcome.out_stride + std::int64_t{kDim} * h, out, &tally);
+        const std::int64_t slot = fate.store[static_cast<std::size_t>(t)];
+        if (slot >= 0 && fate.last_to(t)) {
+          tally_state(outcome.caches.state(slot, h), state.data(), &tally);
+          if (states) std::copy(state.begin(), state.end(), states->at(slot).begin() + h * kCells);
+        }
+      }
+    }
+  });
+  Verdict total;
+  for (const Verdict& verdict : verdicts) total += verdict;
+  return total;
+}
+
+namespace {
+
+constexpr std::int64_t kPool = 256;  // heads that the rules of plain need
+
+// The rates of 11.1 are those of many: a sample may exceed them by three standard deviations.
+bool within_rate(std::int64_t hits, double rate, std::int64_t count) {
+  const double expected = rate * static_cast<double>(count);
+  return static_cast<double>(hits) <= expected + 3 * std::sqrt(expected);
+}
+
+// So may the error of few outputs: it is that of the few which lie on a rounding boundary.
+void expect_outputs(const Tally& tally) {
+  EXPECT_TRUE(within_rate(tally.unequal, 0.01, tally.outputs)) << to_string(tally);
+  const double share =
+      static_cast<double>(kPool * kDim) / static_cast<double>(std::max<std::int64_t>(tally.outputs, 1));
+  EXPECT_LE(tally.error_squares, 25e-8 * std::max(1.0, share) * tally.squares) << to_string(tally);
+}
+
+}  // namespace
+
+void expect_strict(const Tally& tally) {
+  SCOPED_TRACE("strict");
+  EXPECT_LE(tally.worst, 1e-5) << to_string(tally);
+  EXPECT_LE(tally.worst_rounded, 1.0) << "q, k, v or g are more than one BF16 step off";
+  expect_outputs(tally);
+}
+
+void expect_plain(const Tally& tally) {
+  SCOPED_TRACE("plain");
+  EXPECT_LE(tally.worst, 5e-3) << to_string(tally);
+  if (tally.heads < kPool) return;
+  EXPECT_TRUE(within_rate(tally.heads_off, 0.02, tally.heads)) << to_string(tally);
+  expect_outputs(tally);
+}
+
+void expect_right(const Verdict& verdict) {
+  EXPECT_GT(verdict.plain.outputs, 0);
+  expect_plain(verdict.plain);
+  expect_strict(verdict.strict);
+}
+
+void expect_chain(const Verdict& verdict) {
+  EXPECT_LE(verdict.plain.worst, 5e-3) << to_string(verdict.plain);
+  EXPECT_TRUE(within_rate(verdict.plain.unequal, 0.01, verdict.plain.outputs)) << to_string(verdict.plain);
+  expect_strict(verdict.strict);
+}
+
+void expect_same_out(const Outcome& a, const Outcome& b) {
+  const auto [x, y] = std::mismatch(a.out.begin(), a.out.end(), b.out.begin(), b.out.end());
+  EXPECT_TRUE(x == a.out.end() && y == b.out.end()) << "outputs differ first at element " << x - a.out.begin();
+}
+
+void expect_same_bits(const Outcome& a, const Outcome& b) {
+  expect_same_out(a, b);
+  expect_same_bytes(a.caches, b.caches, "caches differ");
+}
+
+Caches reshaped(const Caches& caches, const CacheShape& shape) {
+  Caches other(shape);
+  for (std::int64_t slot = 0; slot < shape.slots; ++slot) {
+    for (std::int64_t channel = 0; channel < 3 * kDim * shape.heads; ++channel)
+      for (int position = 0; position < shape.conv_len; ++position)
+        other.set_conv(slot, channel, position, caches.conv(slot, channel, position));
+    std::memcpy(other.state(slot, 0), caches.state(slot, 0), static_cast<std::size_t>(shape.state_bytes()));
+  }
+  return other;
+}
+
+void expect_same_contents(const Caches& a, const Caches& b) {
+  expect_same_bytes(reshaped(a, a.shape), reshaped(b, a.shape), "lines or states differ");
+}
+
+void expect_untouched(const Caches& before, const Caches& after) { expect_same_bytes(before, after, "written"); }
+
+void expect_zero_row(const Outcome& outcome, std::int64_t row) {
+  const std::int64_t channels = std::int64_t{kDim} * outcome.caches.shape.heads;
+  const std::uint16_t* out = outcome.out.data() + row * outcome.out_stride;
+  EXPECT_EQ(std::count(out, out + channels, std::uint16_t{0}), channels) << "output row " << row << " is not +0";
+}
+
+}  // namespace twostep::kda_test

@@ -1,0 +1,24 @@
+// In a file of its own: where operator new and delete could be inlined, g++ takes them for a mismatched pair.
+#include "tests/unit/allocations.h"
+
+#include <cstdlib>
+#include <new>
+
+namespace {
+thread_local std::uint64_t allocations_of_thread = 0;
+}  // namespace
+
+namespace twostep::test {
+std::uint64_t allocations() { return allocations_of_thread; }
+}  // namespace twostep::test
+
+void* operator new(std::size_t bytes) {
+  ++allocations_of_thread;
+  if (void* memory = std::malloc(bytes > 0 ? bytes : 1)) return memory;
+  throw std::bad_alloc();
+}
+void* operator new[](std::size_t bytes) { return operator new(bytes); }
+void operator delete(void* memory) noexcept { std::free(memory); }
+void operator delete[](void* memory) noexcept { std::free(memory); }
+void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
+void operator delete[](void* memory, std::size_t) noexcept { std::free(memory); }
