@@ -153,6 +153,7 @@ void add_kda(const KdaCompileOptions& options, const DeviceFacts& facts, std::ve
   std::optional<KdaTactic> tactic;
   if (!options.tactic.empty()) tactic = parse_tactic("twostep compile kda", options.tactic);
   std::vector<KdaBuild> seen;
+  std::set<std::string> refused;
   const auto add = [&](const KdaProblem& problem) {
     Job job;
     job.subject = fmt::format("H {:<3} q {} L {:<2} {} {}", problem.heads, problem.tokens, problem.conv_len,
@@ -167,6 +168,7 @@ void add_kda(const KdaCompileOptions& options, const DeviceFacts& facts, std::ve
       throw_if_error(kda_tactic_valid(build.tactic, problem.tokens, facts));
       job.request = kda_compile_request(kda_kernel_text(build), facts.arch);
     } catch (const Error& error) {
+      if (!refused.insert(job.subject).second) return;  // once, not for each number of requests
       job.refusal = error.what();
     }
     jobs->push_back(std::move(job));
@@ -194,15 +196,13 @@ void add_kda(const KdaCompileOptions& options, const DeviceFacts& facts, std::ve
 // embedded file is compiled.
 void add_others(const CompileOptions& options, const DeviceFacts& facts, std::vector<Job>* jobs) {
   const Shape shape = shapes_of(options).front();
-  Tactic packed = warp_tactic(kRowBucket, shape.n, shape.k, facts);
   for (int bucket : {kRowBucket, kMaxWarpRows}) {
-    std::set<WeightLoad> seen;
+    std::set<std::pair<Mma, WeightLoad>> seen;
     for (const Tactic& tactic : valid_tactics(bucket, shape.n, shape.k, facts))
-      if (seen.insert(tactic.weight_load).second) jobs->push_back(warp_job(shape, bucket, tactic, facts));
+      if (seen.insert({tactic.mma, tactic.weight_load}).second) jobs->push_back(warp_job(shape, bucket, tactic, facts));
   }
+  Tactic packed;  // tile_n = 16 divides every N
   packed.weight_order = WeightOrder::kPacked;
-  packed.weight_load = WeightLoad::kTiles;
-  packed.tile_n = 16 * packed.warps / packed.k_slices;
   packed = complete(packed, kRowBucket, facts);
   throw_if_error(tactic_valid(packed, kRowBucket, shape.n, shape.k, facts));
   jobs->push_back(warp_job(shape, kRowBucket, packed, facts));
@@ -366,7 +366,10 @@ void add_compile_kda(CLI::App* compile, int& exit_code) {
   command->add_flag("--early-caches", options->early_caches, "the kernels of KdaOptions::early_caches");
   command->add_option("--tactic", options->tactic, "split,warps,pass_rows in place of the choice");
   add_target(command, &options->target);
-  command->callback([options, &exit_code] { exit_code = compile_kda_keys(*options); });
+  command->callback([options, command, &exit_code] {
+    refuse_options_of(*command->get_parent());
+    exit_code = compile_kda_keys(*options);
+  });
 }
 
 }  // namespace

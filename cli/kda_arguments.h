@@ -21,6 +21,12 @@ KdaCases kda_cases();
 // "2,8,1": split, warps, pass_rows. Throws kInvalidArgument.
 KdaTactic parse_tactic(const std::string& place, const std::string& text);
 
+// What is given before a subcommand is for the command without one: refused, since nothing would read it.
+inline void refuse_options_of(const CLI::App& parent) {
+  for (const CLI::Option* option : parent.get_options())
+    if (option->count() > 0) throw CLI::ExcludesError(option->get_name(), "kda");
+}
+
 // A list with commas, each number in this range.
 template <class T>
 CLI::Option* add_list(CLI::App& app, const std::string& name, std::vector<T>& values, const std::string& help, int low,

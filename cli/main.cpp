@@ -23,6 +23,7 @@ int run(int argc, char** argv) {
   twostep::cli::add_why(app, exit_code);
   twostep::cli::add_check(app, exit_code);
   twostep::cli::add_bench(app, exit_code);
+  twostep::cli::add_tune(app, exit_code);
   twostep::cli::add_compile(app, exit_code);
   twostep::cli::add_synth(app, exit_code);
   twostep::cli::add_draft(app, exit_code);

@@ -53,7 +53,8 @@ void print_rejections(int tokens, const DeviceFacts& facts) {
   for (const auto& [rule, count] : rejected) fmt::print("    {:>5} rejected by {}\n", count, rule);
 }
 
-void explain(int heads, KdaKey key, int conv_len, const std::optional<KdaTactic>& forced, const DeviceFacts& facts) {
+// False where the key is refused.
+bool explain(int heads, KdaKey key, int conv_len, const std::optional<KdaTactic>& forced, const DeviceFacts& facts) {
   fmt::print("key {}: ", to_string(key));
   KdaTactic tactic;
   try {
@@ -67,7 +68,7 @@ void explain(int heads, KdaKey key, int conv_len, const std::optional<KdaTactic>
     throw_if_error(kda_tactic_valid(tactic, key.tokens, facts));
   } catch (const Error& error) {
     fmt::print("refused: {}\n", error.what());
-    return;
+    return false;
   }
   const auto entry = kda_table_entry(heads, key, facts);
   std::string source = "by the rule: no entry for these heads and tokens on this GPU";
@@ -79,19 +80,23 @@ void explain(int heads, KdaKey key, int conv_len, const std::optional<KdaTactic>
   fmt::print("    {} CTAs of {} threads in clusters of {}, {} bytes of shared memory each\n",
              key.requests * heads * tactic.split, kda_threads(tactic), tactic.split,
              kda_smem_bytes(key.tokens, tactic));
+  return true;
 }
 
-void why_kda(const KdaWhyArguments& a) {
+bool why_kda(const KdaWhyArguments& a) {
   const DeviceFacts facts = facts_of(a);
   std::optional<KdaTactic> forced;
   if (!a.tactic.empty()) forced = parse_tactic(kPlace, a.tactic);
+  bool served = true;
   for (const int heads : a.heads) {
     fmt::print("H = {} on {}\n", heads, facts.name);
     for (const int tokens : a.tokens) {
-      for (const std::int64_t requests : a.requests) explain(heads, {requests, tokens}, a.conv_len, forced, facts);
-      if (tokens >= 1 && tokens <= kKdaMaxTokens) print_rejections(tokens, facts);
+      for (const std::int64_t requests : a.requests)
+        served = explain(heads, {requests, tokens}, a.conv_len, forced, facts) && served;
+      print_rejections(tokens, facts);
     }
   }
+  return served;
 }
 
 }  // namespace
@@ -99,16 +104,17 @@ void why_kda(const KdaWhyArguments& a) {
 void add_why_kda(CLI::App& why, int& exit_code) {
   auto* kda = why.add_subcommand("kda", "Which tactic of PreparedKda serves a key");
   auto a = std::make_shared<KdaWhyArguments>();
-  kda->add_option("--heads", a->heads, "Heads on one GPU")->delimiter(',')->capture_default_str();
-  kda->add_option("--requests", a->requests, "Requests")->delimiter(',')->capture_default_str();
-  kda->add_option("--tokens", a->tokens, "Tokens of each request")->delimiter(',')->capture_default_str();
-  kda->add_option("--conv-len", a->conv_len, "Positions of a conv line; default: the least");
+  add_list(*kda, "--heads", a->heads, "Heads on one GPU", 1, kKdaMaxHeads);
+  add_list(*kda, "--requests", a->requests, "Requests", 1, 1 << 20);
+  add_list(*kda, "--tokens", a->tokens, "Tokens of each request", 1, kKdaMaxTokens);
+  kda->add_option("--conv-len", a->conv_len, "Positions of a conv line; default: the least")
+      ->check(CLI::Range(3, 4096));
   kda->add_option("--tactic", a->tactic, "Whether split,warps,pass_rows would be served");
   auto* gpu = kda->add_option("--gpu", a->gpu, "A known GPU model, no GPU needed")->capture_default_str();
   kda->add_option("--device", a->device, "A GPU of this machine: cuda:0")->excludes(gpu);
-  kda->callback([a, &exit_code] {
-    why_kda(*a);
-    exit_code = 0;
+  kda->callback([a, &why, &exit_code] {
+    refuse_options_of(why);
+    exit_code = why_kda(*a) ? 0 : 1;
   });
 }
 

@@ -31,8 +31,8 @@ ROOMS = [
     ("kda", ["src/kda/*"], ["include", "core"]),
     ("drafter", ["src/drafter/*"], ["include", "core", "io"]),
     ("measure on a GPU", ["src/measure/device.*", "src/measure/nvml.*", "src/measure/*_cuda.*", "src/measure/chain.*",
-                          "src/measure/bench_gemm.*", "src/measure/bench_kda.*",
-                          "src/measure/draft_step.cpp"], ["include", "src"]),
+                          "src/measure/bench_gemm.*", "src/measure/bench_kda.*", "src/measure/tune_worker.*",
+                          "src/measure/draft_step.cpp", "src/measure/draft_layer.*"], ["include", "src"]),
     ("measure", ["src/measure/*"], ["include", "core", "jit", "gemm", "kda"]),
     ("cli", ["cli/*"], ["include", "src"]),
     # The loader is tested without a GPU, on an NVRTC that the test brings.

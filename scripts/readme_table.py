@@ -1,12 +1,14 @@
 #!/usr/bin/env python3
-"""The performance table of README.md, from tactics/h200.json. With --check: exit 1 unless README.md holds it."""
+"""The performance tables of README.md, from tactics/h200.json and the newest bench/results/h200/*-kda.jsonl.
+
+With --check: exit 1 unless README.md holds them."""
 
 import json
 import pathlib
 import sys
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-BEGIN, END = "<!-- table: scripts/readme_table.py -->", "<!-- end of table -->"
+BEGIN, END = "<!-- table: scripts/readme_table.py {} -->", "<!-- end of table -->"
 LAYERS = [  # K3.1 at TP8; g_proj exists in checkpoints with an output gate
     ("q_b", 2304, 1536), ("o_proj", 7168, 1536), ("g_proj", 1536, 7168), ("down", 7168, 1792), ("qkv_a", 2112, 7168),
     ("context_kv", 2880, 7168), ("gate_up", 3584, 7168), ("lm_head", 20480, 7168), ("context_proj shard", 896, 35840)]
@@ -32,7 +34,7 @@ def counts(entries):
     return ", ".join(f"{verdicts.count(one)} {one if verdicts.count(one) == 1 else many}" for one, many in words)
 
 
-def table():
+def gemm_table():
     data = json.loads((ROOT / "tactics/h200.json").read_text(encoding="utf-8"))
     entries = {(e["n"], e["k"], e["rows"]): e for e in data["entries"]}
     shown = [entries[n, k, rows] for _, n, k in LAYERS for rows in ROWS]
@@ -49,15 +51,50 @@ def table():
     return "\n".join(lines)
 
 
+KDA_REQUESTS = (1, 8, 32, 128)
+
+
+def kda_rows():
+    """Of the newest file, and its path."""
+    files = {}
+    for path in (ROOT / "bench/results/h200").glob("*-kda.jsonl"):
+        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        files[max(row["origin"]["date"] for row in rows)] = (rows, path.relative_to(ROOT))
+    return files[max(files)]
+
+
+def kda_table():
+    rows, path = kda_rows()
+    by_key = {(r["case"]["tokens"], r["case"]["heads"], r["case"]["requests"]): r for r in rows}
+    machine = rows[0]["machine"]
+    rates = {r["case"]["tokens"]: r["limit"]["gb_per_s"] / 1000 for r in rows}
+    held = sum(row["verdict"] == "holds" for row in rows)
+    lines = [
+        f"{machine['device']}, driver {machine['driver']}; cold caches, F_B product included; microseconds per layer call, "
+        f"share of the floor: the bytes at the rate of their mix of reads and writes, {rates[1]:.2f} TB/s in decode and "
+        f"{rates[8]:.2f} in verify, measured in the same run. {held} of {len(rows)} keys are within 1.25 floors + 4 us "
+        f"(decode) or + 8 us (verify) ([rows]({path})).", "",
+        "| step | heads | " + " | ".join(f"B = {b}" for b in KDA_REQUESTS) + " |",
+        "| --- " * (2 + len(KDA_REQUESTS)) + "|"]
+    for tokens, step in ((1, "decode"), (8, "verify, 8 tokens")):
+        for heads in sorted({key[1] for key in by_key}):
+            cells = [f"{r['time']['median_us']:.1f} ({r['percent_of_limit']:.0f} %)"
+                     for r in (by_key[tokens, heads, b] for b in KDA_REQUESTS)]
+            lines.append(f"| {step} | {heads} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def main():
     readme = ROOT / "README.md"
-    text = readme.read_text(encoding="utf-8")
-    head, rest = text.split(BEGIN)
-    current = f"{head}{BEGIN}\n{table()}\n{END}{rest.split(END)[1]}"
+    text = current = readme.read_text(encoding="utf-8")
+    for name, table in (("gemm", gemm_table), ("kda", kda_table)):
+        begin = BEGIN.format(name)
+        head, rest = current.split(begin)
+        current = f"{head}{begin}\n{table()}\n{END}{rest.split(END, 1)[1]}"
     if "--check" not in sys.argv:
         readme.write_text(current, encoding="utf-8")
     elif current != text:
-        sys.exit("README.md: the table is not that of tactics/h200.json; run scripts/readme_table.py")
+        sys.exit("README.md: a table is not that of its data; run scripts/readme_table.py")
 
 
 if __name__ == "__main__":

@@ -24,24 +24,27 @@ inline constexpr int kRowBucket = 8;     // rows 8*i+1 .. 8*i+8 share one compil
 
 // ---- Tactics: which kernel, with which numbers (4.1 - 4.4). Pure: no driver call, no GPU needed.
 
+// The matrix instruction, and with it the kernel. kMmaSync: warps of one CTA share K (warp_split_k.cuh). kWgmma: CTAs
+// of one cluster share K, 64 rows of weight per warpgroup (sm90_wgmma.cuh); sm_90 alone.
 enum class Mma : std::uint8_t { kMmaSync, kWgmma };
 enum class WeightOrder : std::uint8_t { kRowMajor, kPacked };
 enum class WeightLoad : std::uint8_t { kRows, kTiles };  // 1-D bulk copy per row; 2-D TMA tile of 64 columns
 enum class XMode : std::uint8_t { kStreamed, kResident };
 
-// One runnable choice of the warp split-K kernel. Warp split-K is sliced-K: K is divided among the warps of
-// one CTA, which add their parts in a fixed order in shared memory.
+// One runnable choice of a kernel. K is divided among the warps of one CTA (warp split-K, which is sliced-K), or among
+// the CTAs of a cluster; the parts are added in a fixed order in shared memory. The order of summation, and so the
+// bits, depends on mma, k_slices and cluster_k alone.
 struct Tactic {
   Mma mma = Mma::kMmaSync;
   WeightOrder weight_order = WeightOrder::kRowMajor;
   WeightLoad weight_load = WeightLoad::kRows;
   XMode x_mode = XMode::kStreamed;
-  int tile_n = 16;      // rows of weight per CTA
+  int tile_n = 16;      // rows of weight per CTA; of a cluster where it shares K
   int tile_k = 256;     // columns of weight per stage
   int stages = 4;       // places in the asynchronous copy ring
   int k_slices = 4;     // groups of warps that share K
-  int cluster_k = 1;    // CTAs of one cluster that share K
-  int cluster_n = 1;    // CTAs of one cluster that share x by multicast
+  int cluster_k = 1;    // CTAs of one cluster that share K; 1 with mma_sync
+  int cluster_n = 1;    // CTAs of one cluster that share x by multicast; 1 with wgmma
   int warps = 4;        // warps that multiply; one more loads
   int smem_bytes = 0;   // dynamic shared memory of one CTA
   int ctas_per_sm = 1;  // co-resident CTAs that the shared memory allows

@@ -88,7 +88,7 @@ struct KdaOptions {
   DType state_dtype = DType::kF32;
   std::int64_t first_live_slot = 1;  // ids below are dead: their requests give zeros and touch no cache
   // The caller's promise that no unfinished work before a launch writes slots, accepted or the caches: the kernel may
-  // then read them while the kernel before it still runs (12.2).
+  // then read them while the kernel before it still runs (12.2). A step that breaks the promise may hang.
   bool early_caches = false;
   bool jit = true;  // false: only kernels found in the caches
 };
@@ -134,11 +134,12 @@ struct KdaCounters {
   std::uint32_t stale_records = 0;
 };
 
+// A graph that captured a run uses memory of the object: it must not be replayed once the object is gone.
 class PreparedKda {
  public:
-  // Checks weights and options and copies what is owned; host work and small copies; compiles nothing. Throws
-  // kInvalidArgument, kUnsupported, kBadLayout, kWrongDevice as in kda 14 rows 1-9, kUnavailable (weights on a GPU and
-  // no driver), kOutOfMemory, kDeviceError.
+  // Checks weights and options and copies what is owned; host work and small copies; compiles nothing. What
+  // is copied must be complete: no unfinished work may write it. Throws kInvalidArgument, kUnsupported, kBadLayout,
+  // kWrongDevice as in kda 14 rows 1-9, kUnavailable (weights on a GPU and no driver), kOutOfMemory, kDeviceError.
   PreparedKda(const KdaWeights& weights, const KdaOptions& options);
   PreparedKda(PreparedKda&&) noexcept;
   PreparedKda& operator=(PreparedKda&&) noexcept;
@@ -161,7 +162,8 @@ class PreparedKda {
   // Throws kWeightChanged (shape, dtype, or address of borrowed memory), kCapturing.
   void reload(const KdaWeights& weights, Stream stream = {});
 
-  // Where bad requests are counted from now on; null: nowhere. Before capture. The memory is the caller's.
+  // Where bad requests are counted from now on; null: nowhere. Before capture. The memory is the caller's, on the
+  // weights' device or readable by it, and outlives the graphs that captured it.
   void set_counters(KdaCounters* counters);
 
   std::vector<KdaKey> keys() const;      // prepared, in rising order
@@ -179,7 +181,7 @@ class PreparedKda {
 // The owned form of a conv weight: W[s][i][c] = weight[s D + c][0][i], s = Q, K, V; i = tap, 0 the oldest.
 //   conv_weight [3D, 1, 4] FP32 or BF16, out [3, 4, D] FP32, both contiguous and on one device.
 // Waits until out is written. Throws kInvalidArgument, kUnsupported (width), kBadLayout, kWrongDevice, kOverlap,
-// kUnavailable.
+// kUnavailable, kCapturing.
 void decode_conv_weight(const TensorView& conv_weight, const TensorView& out, Stream stream = {});
 
 }  // namespace twostep

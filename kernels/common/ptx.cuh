@@ -79,13 +79,22 @@ __device__ inline void barrier_arrive_remote(u32 barrier, u32 rank) {
       : "memory");
 }
 
-// Writes the same shared memory of CTA `rank` of the cluster. Completes 4 bytes on that CTA's `barrier`, whose waiters
-// then see the value; orders nothing else.
+// Writes the same shared memory of CTA `rank` of the cluster. Completes its bytes on that CTA's `barrier`, whose
+// waiters then see the value; orders nothing else.
 __device__ inline void store_cluster_float(u32 address, float v, u32 barrier, u32 rank) {
   asm volatile(
       "{ .reg .b32 remote, bar; mapa.shared::cluster.u32 remote, %0, %3; mapa.shared::cluster.u32 bar, %2, %3; "
       "st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [remote], %1, [bar]; }" ::"r"(address),
       "f"(v), "r"(barrier), "r"(rank)
+      : "memory");
+}
+
+__device__ inline void store_cluster_float4(u32 address, float4 v, u32 barrier, u32 rank) {
+  asm volatile(
+      "{ .reg .b32 remote, bar; mapa.shared::cluster.u32 remote, %0, %6; mapa.shared::cluster.u32 bar, %5, %6; "
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [remote], {%1, %2, %3, %4}, [bar]; }" ::"r"(
+          address),
+      "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(barrier), "r"(rank)
       : "memory");
 }
 
@@ -124,6 +133,12 @@ __device__ inline void load_matrices(u32 (&r)[4], u32 address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                : "r"(address)
+               : "memory");
+}
+// Two 8 x 8 matrices of BF16 to rows that are their columns; lane i % 16 gives the address of column i % 8 of matrix
+// i / 8.
+__device__ inline void store_matrices_transposed(u32 address, u32 a, u32 b) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(address), "r"(a), "r"(b)
                : "memory");
 }
 // d[16 x 8] += a[16 x 16] * b[16 x 8], BF16 in, FP32 sums.

@@ -34,7 +34,7 @@
 namespace twostep::kda {
 
 // For tests alone: each turns one synchronisation rule off.
-enum class Fault { kNone, kNoDependencyWait, kNoTokenBarrier, kEarlyShift };
+enum class Fault { kNone, kNoDependencyWait, kNoTokenBarrier };
 
 struct Params {
   const u16* projected;
@@ -109,18 +109,17 @@ struct Request {
 
 __device__ inline bool is_live(const Params& p, int slot) { return slot >= p.first_live_slot && slot < p.num_slots; }
 
-// slots and accepted; every lane of a warp is here.
-__device__ inline Request read_slots(const Params& p, i64 n, int lane) {
-  Request r;
-  const int* row = p.slots + n * p.slots_stride;
-  r.window_slots = lane < p.window ? row[lane] : -1;
+// Every lane of a warp is here. The loads come first, what depends on them later: other loads go between.
+__device__ inline void load_slots(Request& r, const Params& p, i64 n, int lane) {
+  r.window_slots = lane < p.window ? p.slots[n * p.slots_stride + lane] : -1;
   r.accepted = p.accepted != nullptr ? p.accepted[n] : 1;
+}
+__device__ inline void resolve_slots(Request& r, const Params& p, i64 n) {
   r.line = __shfl_sync(~0u, r.window_slots, 0);
   const bool in_window = r.accepted >= 1 && r.accepted <= p.window;
   r.source = __shfl_sync(~0u, r.window_slots, in_window ? (r.accepted - 1) & 31 : 0);
-  if (in_window && r.accepted > 32) r.source = row[r.accepted - 1];
+  if (in_window && r.accepted > 32) r.source = p.slots[n * p.slots_stride + r.accepted - 1];
   r.readable = in_window && is_live(p, r.line) && is_live(p, r.source);
-  return r;
 }
 
 // The first check that fails decides (kda 9.3); `counts` in one thread of the request.
@@ -173,15 +172,19 @@ __device__ inline void store_tap(u16* line, int channel, int position, uint2 raw
   at[3 * C::kConvLen] = u16(raw.y >> 16);
 }
 
-// 1 / (1 + exp(-x)) to the last bit or two, without a branch. x below -87 counts as -87: the result, 1e-38, is as good
-// as 0, and no infinity meets a zero. The division operator would branch for each value: 400 cycles a value on an H200.
+// exp would overflow below, and an infinity meet a zero. Sigmoid and SiLU of -87 are 1e-38 and -1e-36: as good as 0. A
+// NaN stays one.
+__device__ inline float bounded(float x) { return x < -87.0f ? -87.0f : x; }
+// 1 / (1 + exp(-x)) and x / (1 + exp(-x)) to the last bit or two, without a branch. The division operator would branch
+// for each value: 400 cycles a value on an H200.
 __device__ inline float sigmoid(float x) {
-  const float d = 1.0f + expf(fminf(-x, 87.0f));
+  const float d = 1.0f + expf(-bounded(x));
   const float r = reciprocal(d);
   return r * (2.0f - d * r);
 }
 __device__ inline float silu(float x) {
-  const float d = 1.0f + expf(fminf(-x, 87.0f));
+  x = bounded(x);
+  const float d = 1.0f + expf(-x);
   const float r = reciprocal(d);
   const float y = x * r;
   return y + (x - d * y) * r;
@@ -420,7 +423,7 @@ __device__ inline void kda_step(const Params& p) {
   Request r = {};
   u16* line = nullptr;
   const auto read_caches = [&] {
-    r = read_slots(p, n, lane);
+    resolve_slots(r, p, n);
     if (!r.readable) return;
     line = p.conv + r.line * p.conv_stride;
     if (warp == kLoaderWarp && elect_one()) load_state<C>(p, state_smem, r.source, first_value, state_barriers);
@@ -431,8 +434,12 @@ __device__ inline void kda_step(const Params& p) {
     }
     if (has_v) v_window.load_history(line, r.accepted, v_warp, v_channel);
   };
-  if constexpr (C::kEarlyCaches) read_caches();
+  if constexpr (C::kEarlyCaches) {
+    load_slots(r, p, n, lane);
+    read_caches();
+  }
   if constexpr (C::kFault != Fault::kNoDependencyWait) pdl_wait();
+  if constexpr (!C::kEarlyCaches) load_slots(r, p, n, lane);
   // The projection, whatever the request turns out to be.
   if (gates) gate.load_inputs(rows, lane);
   const u16* betas = rows + 4 * L::kChannels + kDim + head;
@@ -458,6 +465,7 @@ __device__ inline void kda_step(const Params& p) {
     wait_arrival(weights_barrier);
     if (r.readable)
       for (int i = 0; i < L::kPasses; ++i) wait_arrival(state_barriers + i * 8);
+    __syncwarp();
     if constexpr (C::kSplit > 1) cluster_wait();
     return;
   }
@@ -561,8 +569,6 @@ __device__ inline void kda_step(const Params& p) {
   const int shift_channel = third * L::kChannels + (third == 2 ? first_value : head * kDim) + lane * 4;
   Shift<C> shift;
   if (shifts) shift.load(line, rows, r, shift_channel);
-  if constexpr (C::kFault == Fault::kEarlyShift)
-    if (shifts) shift.store(line, r, shift_channel);
   __syncthreads();  // o of every value of this CTA is there
 
   // ---- Gated norm
@@ -570,6 +576,7 @@ __device__ inline void kda_step(const Params& p) {
   float4 o[L::kWarpTokens];
   if constexpr (C::kSplit > 1) {
     if (threadIdx.x == 0) barrier_arrive_expect(sums_barrier, C::kSplit * r.length * 4);
+    __syncwarp();
     cluster_wait();  // the peers run, with their barriers
   }
 #pragma unroll
@@ -592,8 +599,7 @@ __device__ inline void kda_step(const Params& p) {
     // but its release waits until the stores of the state have reached L2: 1000 cycles.
     wait_arrival(sums_barrier);
   }
-  if constexpr (C::kFault != Fault::kEarlyShift)
-    if (shifts) shift.store(line, r, shift_channel);
+  if (shifts) shift.store(line, r, shift_channel);
   if (!has_values) return;
 #pragma unroll
   for (int i = 0; i < L::kWarpTokens; ++i) {

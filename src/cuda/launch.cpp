@@ -80,7 +80,7 @@ void PdlChain::record(CUcontext context, Stream stream, bool capturing) {
 
 void PdlChain::forget() { last_launch.valid = false; }
 
-TensorMap weight_tensor_map(const void* data, std::int64_t rows, std::int64_t cols, std::int64_t pitch, int box_rows) {
+TensorMap bf16_tensor_map(const void* data, std::int64_t rows, std::int64_t cols, std::int64_t pitch, int box_rows) {
   constexpr int kBFloat16 = 9, kInterleaveNone = 0, kSwizzle128B = 3, kL2Promotion256B = 3, kFillZero = 0;
   TensorMap map;
   const std::uint64_t dims[2] = {static_cast<std::uint64_t>(cols), static_cast<std::uint64_t>(rows)};
@@ -89,7 +89,7 @@ TensorMap weight_tensor_map(const void* data, std::int64_t rows, std::int64_t co
   const std::uint32_t steps[2] = {1, 1};
   TWOSTEP_CUDA_CHECK(cuTensorMapEncodeTiled(&map, kBFloat16, 2, const_cast<void*>(data), dims, strides, box, steps,
                                             kInterleaveNone, kSwizzle128B, kL2Promotion256B, kFillZero),
-                     "cuda.weight_tensor_map");
+                     "cuda.bf16_tensor_map");
   return map;
 }
 

@@ -35,6 +35,7 @@ class PdlChain {
 
 // A [rows, cols] BF16 matrix seen in boxes of box_rows x 64 columns, 128-byte swizzle; columns and rows past
 // the end read as zero. `pitch` in bytes, a multiple of 16; address 16-byte aligned.
-TensorMap weight_tensor_map(const void* data, std::int64_t rows, std::int64_t cols, std::int64_t pitch, int box_rows);
+// Host work alone: may be called under capture.
+TensorMap bf16_tensor_map(const void* data, std::int64_t rows, std::int64_t cols, std::int64_t pitch, int box_rows);
 
 }  // namespace twostep

@@ -13,13 +13,28 @@
 namespace twostep {
 namespace {
 
-// All that a run reads, published by one pointer and never changed: a weight at its address, the loaded kernels
-// and their descriptors of it. A run that has started keeps the snapshot that it began with.
-struct Snapshot {
+// A weight at its address, the loaded kernels and their descriptors of it.
+struct BoundKernels {
   Weight weight;
-  FallbackReason weight_reason;  // why this weight, as it lies, is not on the warp kernel
   std::array<std::shared_ptr<const WarpKernel>, kNumBuckets> kernels;
   std::array<TensorMap, kNumBuckets> maps;
+
+  void describe_weight() {
+    for (std::size_t b = 0; b < kernels.size(); ++b)
+      if (kernels[b]) maps[b] = warp_tensor_map(weight, kernels[b]->tactic);
+  }
+  std::vector<CompileKey> loaded_keys() const {
+    std::vector<CompileKey> all;
+    for (const auto& kernel : kernels)
+      if (kernel) all.push_back(kernel->compiled->key);
+    return all;
+  }
+};
+
+// All that a run reads, published by one pointer and never changed. A run that has started keeps the snapshot that it
+// began with.
+struct Snapshot : BoundKernels {
+  FallbackReason weight_reason;               // why this weight, as it lies, is not on the warp kernel
   CublasGemm* cublas = nullptr;               // of this weight's orientation; null where cuBLASLt is missing
   mutable std::atomic<bool> captured{false};  // a graph recorded this address
 };
@@ -28,6 +43,22 @@ struct Route {
   Kind kind = Kind::kCublas;
   WhyCode code = WhyCode::kNone;
 };
+
+// A route of some m, for operands that check_operands took.
+Route for_operands(Route route, const TensorView& x, const TensorView& out) {
+  if (route.kind != Kind::kWarp) return route;
+  const WhyCode code = warp_takes_operands(x, out);
+  return code == WhyCode::kNone ? route : Route{Kind::kCublas, code};
+}
+
+// One launch of the kernel of x's bucket, as a link of the stream's chain. `w` is what its tactic reads.
+void launch_link(const BoundKernels& bound, const void* w, const TensorView& x, const TensorView& out, Pdl pdl,
+                 CUcontext context, Stream stream, bool capturing) {
+  const auto bucket = static_cast<std::size_t>(bucket_index(static_cast<int>(x.shape[0])));
+  const bool early = pdl != Pdl::kOff && PdlChain::follows_own_kernel(context, stream, capturing, pdl == Pdl::kAlways);
+  launch_warp(*bound.kernels[bucket], bound.maps[bucket], w, bound.weight, matrix_of(x), matrix_of(out), early, stream);
+  PdlChain::record(context, stream, capturing);
+}
 
 enum class Pin : std::uint8_t { kNone, kWarp, kCublas };
 
@@ -74,12 +105,16 @@ class CudaPlan final : public Plan {
 
   // Which kind serves m, and why not warp. Pure reads; formats nothing.
   Route route(const Snapshot& s, int m) const;
+  Route route(const Snapshot& s, const TensorView& x, const TensorView& out) const {
+    return for_operands(route(s, static_cast<int>(x.shape[0])), x, out);
+  }
   WhyCode shape_reason(const Snapshot& s, int m) const;  // all but "is the kernel loaded"
   std::string sentence(const Snapshot& s, int m, WhyCode code) const;
   void prepare_rows(int m, Stream stream, bool late);
   void load_bucket(int m, bool late);
   Tactic choose_tactic(int m) const;
   Status strict_refusal(const Snapshot& s, int m, WhyCode code) const;
+  Status strict_refusal(const Snapshot& s, const TensorView& x, const TensorView& out, WhyCode code) const;
   CublasGemm* cublas_for(const Weight& weight);
   bool first_of(WhyCode code) const;  // of this plan: its reason is logged once
   void fill_zero(const MatrixView& out, Stream stream) const;
@@ -167,12 +202,10 @@ const Snapshot* CudaPlan::publish(std::unique_ptr<Snapshot> next) {
 std::unique_ptr<Snapshot> CudaPlan::copy_of(const Snapshot& s, const Weight& weight) const {
   auto next = std::make_unique<Snapshot>();
   next->weight = weight;
-  next->weight_reason = warp_takes_weight(weight, 16);
   next->kernels = s.kernels;
+  next->weight_reason = warp_takes_weight(weight, 16);
   next->cublas = s.cublas;
-  if (!next->weight_reason)
-    for (std::size_t b = 0; b < next->kernels.size(); ++b)
-      if (next->kernels[b]) next->maps[b] = warp_tensor_map(weight, next->kernels[b]->tactic);
+  if (!next->weight_reason) next->describe_weight();
   return next;
 }
 
@@ -265,19 +298,15 @@ Kind CudaPlan::kind(const TensorView& x, const TensorView& out) const {
   const Snapshot* s = snapshot();
   std::int64_t m = 0;
   throw_if_error(check_operands(s->weight, x, out, &m));
-  const Route r = route(*s, static_cast<int>(m));
-  if (r.kind == Kind::kWarp && warp_takes_operands(x, out) != WhyCode::kNone) return Kind::kCublas;
-  return r.kind;
+  return route(*s, x, out).kind;
 }
 
 std::string CudaPlan::why(const TensorView& x, const TensorView& out) const {
   const Snapshot* s = snapshot();
   std::int64_t m = 0;
   if (const Status status = check_operands(s->weight, x, out, &m); !status.ok()) return status.message();
-  const Route r = route(*s, static_cast<int>(m));
-  if (r.kind != Kind::kWarp) return sentence(*s, static_cast<int>(m), r.code);
-  const WhyCode code = warp_takes_operands(x, out);
-  return code == WhyCode::kNone ? std::string() : sentence_of(code, x, out);
+  const WhyCode code = route(*s, x, out).code;
+  return is_operand_code(code) ? sentence_of(code, x, out) : sentence(*s, static_cast<int>(m), code);
 }
 
 Status CudaPlan::accepts(const TensorView& x, const TensorView& out) const {
@@ -285,18 +314,10 @@ Status CudaPlan::accepts(const TensorView& x, const TensorView& out) const {
   const Snapshot* s = snapshot();
   if (Status status = check_operands(s->weight, x, out, &rows); !status.ok()) return status;
   if (rows == 0 || s->weight.n == 0 || s->weight.k == 0) return {};
-  const int m = static_cast<int>(rows);
-  Route r = route(*s, m);
-  if (r.code == WhyCode::kNotPrepared) r = {Kind::kWarp, WhyCode::kNone};  // an eager run prepares it
-  if (r.kind == Kind::kWarp)
-    if (const WhyCode code = warp_takes_operands(x, out); code != WhyCode::kNone) r = {Kind::kCublas, code};
+  Route r = route(*s, x, out);
+  if (r.code == WhyCode::kNotPrepared) r = for_operands({Kind::kWarp, WhyCode::kNone}, x, out);  // a run prepares it
   if (r.kind == Kind::kWarp) return {};
-  if (options_.strict && m <= kMaxWarpRows) {
-    if (is_operand_code(r.code))
-      return refusal(StatusCode::kUnsupported, "gemm.run", "operands", sentence_of(r.code, x, out),
-                     "with strict: what the warp kernel takes");
-    return strict_refusal(*s, m, r.code);
-  }
+  if (options_.strict && rows <= kMaxWarpRows) return strict_refusal(*s, x, out, r.code);
   return s->cublas ? Status{} : cublas_status();
 }
 
@@ -349,7 +370,7 @@ Tactic CudaPlan::choose_tactic(int m) const {
   const Weight& w = weight();
   if (packed_) {
     const Tactic packed = complete(packed_->tactic, m, facts_);
-    const bool family = !options_.strict || packed.k_slices == kStrictSlices;
+    const bool family = !options_.strict || in_strict_family(packed);
     if (family && tactic_valid(packed, m, w.n, w.k, facts_).ok()) return packed;
   }
   return warp_tactic(m, w.n, w.k, facts_, options_.strict);
@@ -371,10 +392,8 @@ void CudaPlan::load_bucket(int m, bool late) {
     const Snapshot* s = snapshot();
     if (s->kernels[bucket]) return;  // another thread was first
     auto next = std::make_unique<Snapshot>();
-    next->weight = s->weight;
+    static_cast<BoundKernels&>(*next) = *s;
     next->weight_reason = s->weight_reason;
-    next->kernels = s->kernels;
-    next->maps = s->maps;
     next->cublas = s->cublas;
     next->captured.store(s->captured.load());
     next->kernels[bucket] = kernel;
@@ -400,6 +419,12 @@ Status CudaPlan::strict_refusal(const Snapshot& s, int m, WhyCode code) const {
     status = StatusCode::kCompileFailed;
   if (code == WhyCode::kNotPrepared || code == WhyCode::kSealed) status = StatusCode::kNotPrepared;
   return refusal(status, "gemm.run", "m", sentence(s, m, code), "with strict: a row count that the warp kernel serves");
+}
+
+Status CudaPlan::strict_refusal(const Snapshot& s, const TensorView& x, const TensorView& out, WhyCode code) const {
+  if (!is_operand_code(code)) return strict_refusal(s, static_cast<int>(x.shape[0]), code);
+  return refusal(StatusCode::kUnsupported, "gemm.run", "operands", sentence_of(code, x, out),
+                 "with strict: what the warp kernel takes");
 }
 
 void CudaPlan::pin(int m, Kind kind) {
@@ -438,20 +463,19 @@ void CudaPlan::weights_updated(Stream stream) {
 
 // ---- Run
 
-void CudaPlan::run(const TensorView* now, const TensorView& x_view, const TensorView& out_view, Stream stream) {
+void CudaPlan::run(const TensorView* now, const TensorView& x, const TensorView& out, Stream stream) {
   const ContextGuard context(context_);
   const Snapshot* s = now != nullptr ? follow(*now) : snapshot();
   std::int64_t rows = 0;
-  if (const Status status = check_operands(s->weight, x_view, out_view, &rows); !status.ok()) fail(status);
+  if (const Status status = check_operands(s->weight, x, out, &rows); !status.ok()) fail(status);
   if (rows == 0 || s->weight.n == 0) return;
-  const MatrixView out = matrix_of(out_view);
-  if (s->weight.k == 0) return fill_zero(out, stream);
+  if (s->weight.k == 0) return fill_zero(matrix_of(out), stream);
   const bool capturing = is_capturing(stream);
   const int m = static_cast<int>(rows);
 
-  Route r = route(*s, m);
+  Route r = route(*s, x, out);
   const auto prepared = [&] {
-    if (r.kind == Kind::kWarp) return true;
+    if (r.kind == Kind::kWarp || is_operand_code(r.code)) return true;
     if (r.code == WhyCode::kNotPrepared) return false;
     return m <= kMaxWarpRows ? prepared_[static_cast<std::size_t>(m)].load(std::memory_order_acquire)
                              : s->cublas && s->cublas->prepared(m);
@@ -467,7 +491,7 @@ void CudaPlan::run(const TensorView* now, const TensorView& x_view, const Tensor
       }
       if (now == nullptr) s = snapshot();
       else s = follow(*now);
-      r = route(*s, m);
+      r = route(*s, x, out);
     } else {
       count(counters_.capture_misses);
       if (options_.on_miss == OnMiss::kRefuse || (options_.strict && m <= kMaxWarpRows))
@@ -479,35 +503,23 @@ void CudaPlan::run(const TensorView* now, const TensorView& x_view, const Tensor
                              s->weight.n, s->weight.k, m));
     }
   }
-  if (r.kind == Kind::kWarp)
-    if (const WhyCode code = warp_takes_operands(x_view, out_view); code != WhyCode::kNone) r = {Kind::kCublas, code};
-
   if (r.kind == Kind::kWarp) {
-    const auto bucket = static_cast<std::size_t>(bucket_index(m));
-    const WarpKernel& kernel = *s->kernels[bucket];
     const bool ordinary = ordinary_next_.load(std::memory_order_acquire) && ordinary_next_.exchange(false);
-    const bool early = options_.pdl != Pdl::kOff && !ordinary &&
-                       PdlChain::follows_own_kernel(context_, stream, capturing, options_.pdl == Pdl::kAlways);
-    const bool packed = kernel.tactic.weight_order == WeightOrder::kPacked;
-    launch_warp(kernel, s->maps[bucket], packed ? packed_->memory.data() : s->weight.view.data, s->weight,
-                matrix_of(x_view), out, early, stream);
-    PdlChain::record(context_, stream, capturing);
+    const Tactic& tactic = s->kernels[static_cast<std::size_t>(bucket_index(m))]->tactic;
+    const bool packed = tactic.weight_order == WeightOrder::kPacked;
+    launch_link(*s, packed ? packed_->memory.data() : s->weight.view.data, x, out, ordinary ? Pdl::kOff : options_.pdl,
+                context_, stream, capturing);
     if (capturing) s->captured.store(true, std::memory_order_relaxed);
     return count(counters_.warp_runs);
   }
 
+  if (options_.strict && m <= kMaxWarpRows) fail(strict_refusal(*s, x, out, r.code));
   const bool operands = is_operand_code(r.code);
-  if (options_.strict && m <= kMaxWarpRows) {
-    if (operands)
-      fail(StatusCode::kUnsupported, "gemm.run", "operands", sentence_of(r.code, x_view, out_view),
-           "with strict: what the warp kernel takes");
-    fail(strict_refusal(*s, m, r.code));
-  }
   if (!s->cublas) fail(cublas_status());
   if (operands && first_of(r.code))
-    log_info(fmt::format("gemm {} x {}: M = {} on cuBLAS: {}", s->weight.n, s->weight.k, m,
-                         sentence_of(r.code, x_view, out_view)));
-  s->cublas->run(s->weight, x_view, out_view, stream, !operands, capturing, counters_);
+    log_info(
+        fmt::format("gemm {} x {}: M = {} on cuBLAS: {}", s->weight.n, s->weight.k, m, sentence_of(r.code, x, out)));
+  s->cublas->run(s->weight, x, out, stream, !operands, capturing, counters_);
   PdlChain::forget();
   if (capturing) s->captured.store(true, std::memory_order_relaxed);
   count(counters_.cublas_runs);
@@ -533,12 +545,7 @@ Tactic CudaPlan::tactic(int m) const {
   return s->kernels[static_cast<std::size_t>(bucket_index(m))]->tactic;
 }
 
-std::vector<CompileKey> CudaPlan::keys() const {
-  std::vector<CompileKey> all;
-  for (const auto& kernel : snapshot()->kernels)
-    if (kernel) all.push_back(kernel->compiled->key);
-  return all;
-}
+std::vector<CompileKey> CudaPlan::keys() const { return snapshot()->loaded_keys(); }
 
 std::vector<Address> CudaPlan::captured_addresses() const {
   const std::lock_guard lock(mutex_);
@@ -563,10 +570,7 @@ std::shared_ptr<Plan> make_cuda_plan(const PackedWeight& weight, const Options& 
 
 // ---- PreparedWarpSplitK
 
-struct PreparedWarpSplitK::Impl {
-  Weight weight;
-  std::array<std::shared_ptr<const WarpKernel>, kNumBuckets> kernels;
-  std::array<TensorMap, kNumBuckets> maps;
+struct PreparedWarpSplitK::Impl : BoundKernels {
   CUcontext context = nullptr;
   std::atomic<bool> ordinary_next{false};  // after a rebind: no early loads
 };
@@ -596,8 +600,8 @@ PreparedWarpSplitK::PreparedWarpSplitK(const TensorView& view, const std::map<in
            "one tactic for each bucket of 8 rows");
     impl_->kernels[bucket] =
         std::make_shared<WarpKernel>(load_warp_kernel(m, impl_->weight, tactic, facts.arch, true, nullptr));
-    impl_->maps[bucket] = warp_tensor_map(impl_->weight, tactic);
   }
+  impl_->describe_weight();
 }
 
 PreparedWarpSplitK::PreparedWarpSplitK(PreparedWarpSplitK&&) noexcept = default;
@@ -614,11 +618,8 @@ void PreparedWarpSplitK::run(const TensorView& x, const TensorView& out, Stream 
   const ContextGuard context(impl_->context);
   const bool capturing = is_capturing(stream);
   const bool ordinary = impl_->ordinary_next.exchange(false, std::memory_order_acq_rel);
-  const auto bucket = static_cast<std::size_t>(bucket_index(static_cast<int>(m)));
-  launch_warp(*impl_->kernels[bucket], impl_->maps[bucket], impl_->weight.view.data, impl_->weight, matrix_of(x),
-              matrix_of(out), !ordinary && PdlChain::follows_own_kernel(impl_->context, stream, capturing, false),
-              stream);
-  PdlChain::record(impl_->context, stream, capturing);
+  launch_link(*impl_, impl_->weight.view.data, x, out, ordinary ? Pdl::kOff : Pdl::kAuto, impl_->context, stream,
+              capturing);
 }
 
 void PreparedWarpSplitK::rebind(const TensorView& view) {
@@ -627,20 +628,14 @@ void PreparedWarpSplitK::rebind(const TensorView& view) {
   if (const auto reason = warp_takes_weight(weight, 16))
     fail(StatusCode::kBadLayout, "gemm.rebind", "weight", reason.sentence, "a weight that the warp kernel takes");
   const ContextGuard context(impl_->context);
-  auto maps = impl_->maps;
-  for (std::size_t b = 0; b < impl_->kernels.size(); ++b)
-    if (impl_->kernels[b]) maps[b] = warp_tensor_map(weight, impl_->kernels[b]->tactic);
-  impl_->weight = weight;
-  impl_->maps = maps;
+  BoundKernels next = *impl_;
+  next.weight = weight;
+  next.describe_weight();
+  static_cast<BoundKernels&>(*impl_) = next;
   impl_->ordinary_next.store(true, std::memory_order_release);
   PdlChain::forget();
 }
 
-std::vector<CompileKey> PreparedWarpSplitK::keys() const {
-  std::vector<CompileKey> all;
-  for (const auto& kernel : impl_->kernels)
-    if (kernel) all.push_back(kernel->compiled->key);
-  return all;
-}
+std::vector<CompileKey> PreparedWarpSplitK::keys() const { return impl_->loaded_keys(); }
 
 }  // namespace twostep

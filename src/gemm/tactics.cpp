@@ -3,8 +3,10 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <nlohmann/json.hpp>
+#include <span>
 
 #include "core/check.h"
 #include "core/embedded.h"
@@ -19,14 +21,23 @@ constexpr int kReservedSmem = 1024;  // per CTA, by the system
 // which leaves 168 registers to each; one of 4 warps has all 255.
 int max_accumulators(const Tactic& t) { return t.warps == 8 ? 64 : 128; }
 
+constexpr int kClusterSizes[] = {1, 2, 4, 8};
+constexpr int kMaxStages = 12;
+
+// mma_sync
 constexpr int kTileNs[] = {16, 32, 64, 128};
 constexpr int kTileKs[] = {64, 128, 256, 512, 1024};
 constexpr int kSliceCounts[] = {1, 2, 4, 8};
 constexpr int kWarpCounts[] = {4, 8};
-constexpr int kClusterNs[] = {1, 2, 4, 8};
-constexpr int kMaxStages = 12;
+
+// wgmma: 64 rows of weight per warpgroup
+constexpr int kWgmmaTileNs[] = {64, 128};
+constexpr int kWgmmaTileKs[] = {64, 128, 256};
+constexpr int kWgmmaStages[] = {2, 3, 4, 6, 8, 12};  // of the search; others are as valid
 
 bool known_arch(int arch) { return arch == 90 || arch == 100 || arch == 103 || arch == 120; }
+
+const char* mma_name(const Tactic& t) { return t.mma == Mma::kMmaSync ? "mma_sync" : "wgmma"; }
 
 const char* load_name(const Tactic& t) {
   if (t.weight_order == WeightOrder::kPacked) return "packed";
@@ -40,6 +51,57 @@ Status invalid(const char* argument, std::string value, std::string accepted) {
                  "take a tactic that warp_tactic gives");
 }
 
+bool among(std::span<const int> accepted, int value) {
+  return std::find(accepted.begin(), accepted.end(), value) != accepted.end();
+}
+
+Status mma_sync_valid(const Tactic& t, int m, std::int64_t n, const DeviceFacts& facts) {
+  if (t.cluster_k != 1) return invalid("cluster_k", std::to_string(t.cluster_k), "1 with mma_sync");
+  if (!among(kClusterSizes, t.cluster_n)) return invalid("cluster_n", std::to_string(t.cluster_n), "1, 2, 4, 8");
+  if (t.cluster_n > 1 && facts.arch == 120)
+    return invalid("cluster_n", std::to_string(t.cluster_n), "1 on this architecture");
+  if (!among(kTileNs, t.tile_n)) return invalid("tile_n", std::to_string(t.tile_n), "16, 32, 64, 128");
+  if (!among(kTileKs, t.tile_k)) return invalid("tile_k", std::to_string(t.tile_k), "64, 128, 256, 512, 1024");
+  if (t.stages < 1 || t.stages > kMaxStages) return invalid("stages", std::to_string(t.stages), "1 to 12");
+  if (!among(kWarpCounts, t.warps)) return invalid("warps", std::to_string(t.warps), "4, 8");
+  if (t.k_slices < 1 || t.warps % t.k_slices != 0)
+    return invalid("k_slices", std::to_string(t.k_slices), "a divisor of warps");
+  if (t.tile_k / kBoxColumns % t.k_slices != 0)
+    return invalid("k_slices", std::to_string(t.k_slices),
+                   fmt::format("a divisor of tile_k / 64 = {}", t.tile_k / kBoxColumns));
+  if (t.tile_n % (16 * (t.warps / t.k_slices)) != 0)
+    return invalid("tile_n", std::to_string(t.tile_n), "16 rows for each group of warps");
+  if (t.weight_order == WeightOrder::kPacked && n % t.tile_n != 0)
+    return invalid("tile_n", std::to_string(t.tile_n), fmt::format("divisors of N = {} for a packed weight", n));
+  if (accumulators(t, m) > max_accumulators(t))
+    return invalid("accumulators", std::to_string(accumulators(t, m)),
+                   fmt::format("at most {} of a thread", max_accumulators(t)));
+  return {};
+}
+
+// The static_asserts of kernels/gemm/sm90_wgmma.cuh.
+Status wgmma_valid(const Tactic& t, std::int64_t k, const DeviceFacts& facts) {
+  if (facts.arch != 90) return invalid("mma", "wgmma", "mma_sync on this architecture");
+  if (t.weight_order != WeightOrder::kRowMajor) return invalid("weight_order", "packed", "row_major with wgmma");
+  if (t.weight_load != WeightLoad::kTiles) return invalid("weight_load", "rows", "tiles with wgmma");
+  if (t.k_slices != 1) return invalid("k_slices", std::to_string(t.k_slices), "1 with wgmma");
+  if (t.cluster_n != 1) return invalid("cluster_n", std::to_string(t.cluster_n), "1 with wgmma");
+  if (!among(kWgmmaTileNs, t.tile_n)) return invalid("tile_n", std::to_string(t.tile_n), "64, 128 with wgmma");
+  if (!among(kWgmmaTileKs, t.tile_k)) return invalid("tile_k", std::to_string(t.tile_k), "64, 128, 256 with wgmma");
+  if (t.warps != t.tile_n / 16)
+    return invalid("warps", std::to_string(t.warps), fmt::format("tile_n / 16 = {} with wgmma", t.tile_n / 16));
+  // A stage is released while the next one is multiplied.
+  if (t.stages < 2 || t.stages > kMaxStages) return invalid("stages", std::to_string(t.stages), "2 to 12 with wgmma");
+  if (!among(kClusterSizes, t.cluster_k)) return invalid("cluster_k", std::to_string(t.cluster_k), "1, 2, 4, 8");
+  const std::int64_t boxes = k / kBoxColumns;
+  if (boxes < t.cluster_k)
+    return invalid("cluster_k", std::to_string(t.cluster_k), fmt::format("at most K / 64 = {}", boxes));
+  if (t.tile_k > kBoxColumns && k % (t.cluster_k * t.tile_k) != 0)
+    return invalid("tile_k", std::to_string(t.tile_k),
+                   fmt::format("64, or equal shares of K = {} for {} CTAs", k, t.cluster_k));
+  return {};
+}
+
 struct Table {
   std::string gpu;
   std::vector<TableEntry> entries;
@@ -48,6 +110,7 @@ struct Table {
 Tactic tactic_from(const nlohmann::json& json) {
   Tactic t;
   const std::string load = json.at("load");
+  if (json.value("mma", "mma_sync") == "wgmma") t.mma = Mma::kWgmma;
   t.weight_order = load == "packed" ? WeightOrder::kPacked : WeightOrder::kRowMajor;
   t.weight_load = load == "rows" ? WeightLoad::kRows : WeightLoad::kTiles;
   json.at("tile_n").get_to(t.tile_n);
@@ -56,6 +119,7 @@ Tactic tactic_from(const nlohmann::json& json) {
   json.at("k_slices").get_to(t.k_slices);
   json.at("warps").get_to(t.warps);
   json.at("cluster_n").get_to(t.cluster_n);
+  t.cluster_k = json.value("cluster_k", 1);
   return t;
 }
 
@@ -87,12 +151,22 @@ const std::vector<Table>& tables() {
 bool warp_eligible(std::int64_t n, std::int64_t k) { return n > 0 && k > 0 && n % 16 == 0 && k % 64 == 0; }
 
 std::string to_string(const Tactic& t) {
-  return fmt::format("{} {} tile {}x{} stages {} slices {} warps {} cluster {} smem {} x{}/SM align {}",
-                     t.mma == Mma::kMmaSync ? "mma_sync" : "wgmma", load_name(t), t.tile_n, t.tile_k, t.stages,
-                     t.k_slices, t.warps, t.cluster_n, t.smem_bytes, t.ctas_per_sm, t.weight_align);
+  return fmt::format("{} {} tile {}x{} stages {} slices {} warps {} cluster_n {} cluster_k {} smem {} x{}/SM align {}",
+                     mma_name(t), load_name(t), t.tile_n, t.tile_k, t.stages, t.k_slices, t.warps, t.cluster_n,
+                     t.cluster_k, t.smem_bytes, t.ctas_per_sm, t.weight_align);
 }
 
+int wgmma_rows(int m) { return static_cast<int>(std::bit_ceil(static_cast<unsigned>(bucket_of(m)))); }
+
 int tactic_smem_bytes(const Tactic& t, int m) {
+  if (t.mma == Mma::kWgmma) {
+    const int ring_bytes = t.stages * (t.tile_n + wgmma_rows(m)) * t.tile_k * 2;
+    // FP32 sums of every CTA of the cluster, divided among the CTAs that add: each for whole warps, of 16 rows of
+    // weight.
+    const int owners = std::min(t.cluster_k, t.tile_n / 16);
+    const int part_bytes = t.cluster_k > 1 ? t.cluster_k * t.tile_n * wgmma_rows(m) * 4 / owners : 0;
+    return ring_bytes + part_bytes + t.stages * 16 + 8;
+  }
   const int bucket = bucket_of(m);
   const int padded_pitch = t.tile_k * 2 + 16;
   const bool rows = t.weight_order == WeightOrder::kRowMajor && t.weight_load == WeightLoad::kRows;
@@ -118,32 +192,10 @@ Status tactic_valid(const Tactic& t, int m, std::int64_t n, std::int64_t k, cons
   if (n > INT32_MAX / 2 || k > INT32_MAX / 4)
     return invalid("shape", fmt::format("({}, {})", n, k), "N below 2^30 and K below 2^29");
   if (!known_arch(facts.arch)) return invalid("architecture", std::to_string(facts.arch), "90, 100, 103, 120");
-  if (t.mma != Mma::kMmaSync) return invalid("mma", "wgmma", "mma_sync");
   if (t.x_mode != XMode::kStreamed) return invalid("x_mode", "resident", "streamed");
-  if (t.cluster_k != 1) return invalid("cluster_k", std::to_string(t.cluster_k), "1");
-  if (std::find(std::begin(kClusterNs), std::end(kClusterNs), t.cluster_n) == std::end(kClusterNs))
-    return invalid("cluster_n", std::to_string(t.cluster_n), "1, 2, 4, 8");
-  if (t.cluster_n > 1 && facts.arch == 120)
-    return invalid("cluster_n", std::to_string(t.cluster_n), "1 on this architecture");
   if (t.weight_align != 16) return invalid("weight_align", std::to_string(t.weight_align), "16");
-  if (std::find(std::begin(kTileNs), std::end(kTileNs), t.tile_n) == std::end(kTileNs))
-    return invalid("tile_n", std::to_string(t.tile_n), "16, 32, 64, 128");
-  if (std::find(std::begin(kTileKs), std::end(kTileKs), t.tile_k) == std::end(kTileKs))
-    return invalid("tile_k", std::to_string(t.tile_k), "64, 128, 256, 512, 1024");
-  if (t.stages < 1 || t.stages > kMaxStages) return invalid("stages", std::to_string(t.stages), "1 to 12");
-  if (t.warps != 4 && t.warps != 8) return invalid("warps", std::to_string(t.warps), "4, 8");
-  if (t.k_slices < 1 || t.warps % t.k_slices != 0)
-    return invalid("k_slices", std::to_string(t.k_slices), "a divisor of warps");
-  if (t.tile_k / kBoxColumns % t.k_slices != 0)
-    return invalid("k_slices", std::to_string(t.k_slices),
-                   fmt::format("a divisor of tile_k / 64 = {}", t.tile_k / kBoxColumns));
-  if (t.tile_n % (16 * (t.warps / t.k_slices)) != 0)
-    return invalid("tile_n", std::to_string(t.tile_n), "16 rows for each group of warps");
-  if (t.weight_order == WeightOrder::kPacked && n % t.tile_n != 0)
-    return invalid("tile_n", std::to_string(t.tile_n), fmt::format("divisors of N = {} for a packed weight", n));
-  if (accumulators(t, m) > max_accumulators(t))
-    return invalid("accumulators", std::to_string(accumulators(t, m)),
-                   fmt::format("at most {} of a thread", max_accumulators(t)));
+  Status rule = t.mma == Mma::kWgmma ? wgmma_valid(t, k, facts) : mma_sync_valid(t, m, n, facts);
+  if (!rule.ok()) return rule;
   if (t.smem_bytes != tactic_smem_bytes(t, m))
     return invalid("smem_bytes", std::to_string(t.smem_bytes), std::to_string(tactic_smem_bytes(t, m)));
   if (t.smem_bytes > facts.smem_per_block)
@@ -154,15 +206,17 @@ Status tactic_valid(const Tactic& t, int m, std::int64_t n, std::int64_t k, cons
 
 std::vector<Tactic> candidate_tactics(int m, std::int64_t k, const DeviceFacts& facts) {
   std::vector<Tactic> all;
+  // More stages than tiles of one CTA: a stage would never be filled.
+  const auto too_many = [](int stages, int tile_k, std::int64_t columns) {
+    return stages > 2 && (stages - 1) * tile_k >= columns;
+  };
   for (WeightLoad load : {WeightLoad::kTiles, WeightLoad::kRows})
     for (int tile_n : kTileNs)
       for (int tile_k : kTileKs)
         for (int slices : kSliceCounts)
           for (int warps : kWarpCounts)
-            for (int stages = 2; stages <= kMaxStages; ++stages)
-              for (int cluster : kClusterNs) {
-                const bool more_than_k = (stages - 1) * tile_k >= k;  // a stage that is never filled
-                if (more_than_k && stages > 2) continue;
+            for (int stages = 2; stages <= kMaxStages && !too_many(stages, tile_k, k); ++stages)
+              for (int cluster : kClusterSizes) {
                 Tactic t;
                 t.weight_load = load;
                 t.cluster_n = cluster;
@@ -173,6 +227,22 @@ std::vector<Tactic> candidate_tactics(int m, std::int64_t k, const DeviceFacts& 
                 t.stages = stages;
                 all.push_back(complete(t, m, facts));
               }
+  for (int tile_n : kWgmmaTileNs)
+    for (int tile_k : kWgmmaTileKs)
+      for (int cluster : kClusterSizes)
+        for (int stages : kWgmmaStages) {
+          if (too_many(stages, tile_k, k / cluster)) break;
+          Tactic t;
+          t.mma = Mma::kWgmma;
+          t.weight_load = WeightLoad::kTiles;
+          t.tile_n = tile_n;
+          t.tile_k = tile_k;
+          t.stages = stages;
+          t.k_slices = 1;
+          t.cluster_k = cluster;
+          t.warps = tile_n / 16;
+          all.push_back(complete(t, m, facts));
+        }
   return all;
 }
 
@@ -182,14 +252,15 @@ std::vector<Tactic> valid_tactics(int m, std::int64_t n, std::int64_t k, const D
   return all;
 }
 
-// A model of bytes and launches, fitted to nothing finer than the probes in docs/notes: it separates good from
-// bad, not best from second.
-double model_us(const Tactic& t, int m, std::int64_t n, std::int64_t k, const DeviceFacts& facts) {
-  constexpr double kDeviceRate = 4.6e6;  // bytes per microsecond, all SMs
-  constexpr double kSmRate = 6.0e4;      // what one SM can take in
+namespace {
+
+constexpr double kDeviceRate = 4.6e6;    // bytes per microsecond, all SMs
+constexpr double kSmRate = 6.0e4;        // what one SM can take in
+constexpr double kL2Rate = 5.0e6;        // x, read again by every CTA
+constexpr double kInFlight = 128 << 10;  // bytes per SM that keep the memory busy
+
+double mma_sync_us(const Tactic& t, int m, std::int64_t n, std::int64_t k, const DeviceFacts& facts) {
   constexpr double kCopyUs = 0.008;
-  constexpr double kL2Rate = 5.0e6;        // x, read again by every CTA
-  constexpr double kInFlight = 128 << 10;  // bytes per SM that keep the memory busy
   const double ctas = static_cast<double>(warp_grid(t, n));
   const double tile_bytes = 2.0 * t.tile_n * static_cast<double>(k);
   const double total = 2.0 * static_cast<double>(n) * static_cast<double>(k);
@@ -213,6 +284,34 @@ double model_us(const Tactic& t, int m, std::int64_t n, std::int64_t k, const De
   return std::max({stream, 0.5 * x_traffic, copies}) + 0.5 * x_traffic + tail + steps;
 }
 
+double wgmma_us(const Tactic& t, int m, std::int64_t n, std::int64_t k, const DeviceFacts& facts) {
+  const double rows = wgmma_rows(m);
+  const double total = 2.0 * static_cast<double>(n) * static_cast<double>(k);
+  const double columns = static_cast<double>(k) / t.cluster_k;  // of one CTA
+  const double rounds = std::ceil(static_cast<double>(warp_grid(t, n)) / facts.sm_count);
+  const double resident = std::min<double>(t.ctas_per_sm, rounds);
+  const double row_bytes = 2.0 * (t.tile_n + rows);  // of w and x, a column
+  const double in_flight = resident * row_bytes * std::min<double>(columns, t.stages * t.tile_k);
+  const double hidden = std::pow(std::min(1.0, in_flight / kInFlight), 0.3);
+  const double tile_bytes = 2.0 * t.tile_n * columns;
+  const double stream = std::max(total / kDeviceRate, rounds * tile_bytes / kSmRate) / hidden;
+  // x arrives once per tile of the weight, partly beside it.
+  const double x_us = std::ceil(static_cast<double>(n) / t.tile_n) * rows * 2.0 * static_cast<double>(k) / kL2Rate;
+  const double steps = columns / kBoxColumns * 0.015;
+  const double first = row_bytes * t.tile_k / kSmRate;  // nothing is multiplied before a whole stage is there
+  const double late = t.ctas_per_sm == 1 ? 0.5 : 0;     // the next launch has no room to load before this one ends
+  const double meeting = t.cluster_k > 1 ? 0.2 + 0.03 * t.cluster_k + 0.005 * rows : 0;
+  return stream + 0.3 * x_us + steps + first + late + meeting + 0.8;
+}
+
+}  // namespace
+
+// A model of bytes and launches, fitted to nothing finer than the probes in docs/notes: it separates good from
+// bad, not best from second.
+double model_us(const Tactic& t, int m, std::int64_t n, std::int64_t k, const DeviceFacts& facts) {
+  return t.mma == Mma::kWgmma ? wgmma_us(t, m, n, k, facts) : mma_sync_us(t, m, n, k, facts);
+}
+
 std::optional<TableEntry> table_entry(int m, std::int64_t n, std::int64_t k, const DeviceFacts& facts) {
   std::optional<TableEntry> best;
   for (const Table& table : tables()) {
@@ -227,13 +326,13 @@ std::optional<TableEntry> table_entry(int m, std::int64_t n, std::int64_t k, con
 Tactic warp_tactic(int m, std::int64_t n, std::int64_t k, const DeviceFacts& facts, bool strict) {
   const int bucket = std::clamp(bucket_of(std::max(m, 1)), kRowBucket, kMaxWarpRows);
   if (const auto entry = table_entry(bucket, n, k, facts)) {
-    const bool family = !strict || entry->tactic.k_slices == kStrictSlices;
+    const bool family = !strict || in_strict_family(entry->tactic);
     if (family && tactic_valid(entry->tactic, bucket, n, k, facts).ok()) return entry->tactic;
   }
   std::optional<Tactic> best;
   double best_us = 0;
   for (const Tactic& tactic : valid_tactics(bucket, n, k, facts)) {
-    if (strict && tactic.k_slices != kStrictSlices) continue;
+    if (strict && !in_strict_family(tactic)) continue;
     const double us = model_us(tactic, bucket, n, k, facts);
     if (best && us >= best_us) continue;  // the fixed order of enumeration breaks ties
     best = tactic;
@@ -249,19 +348,16 @@ Tactic warp_tactic(int m, std::int64_t n, std::int64_t k, const DeviceFacts& fac
 
 int warp_grid(const Tactic& t, std::int64_t n) {
   const std::int64_t rows = static_cast<std::int64_t>(t.tile_n) * t.cluster_n;
-  return static_cast<int>((n + rows - 1) / rows) * t.cluster_n;
+  return static_cast<int>((n + rows - 1) / rows) * t.cluster_n * t.cluster_k;
 }
 
-KernelText warp_kernel_text(int m, std::int64_t n, std::int64_t k, const Tactic& t, const TestSwitches& test) {
-  const int bucket = bucket_of(m);
+namespace {
+
+std::string mma_sync_text(int bucket, std::int64_t n, std::int64_t k, const Tactic& t, const TestSwitches& test) {
   const char* load = t.weight_order == WeightOrder::kPacked ? "kPacked"
                      : t.weight_load == WeightLoad::kRows   ? "kRows"
                                                             : "kTiles";
-  KernelText kernel;
-  kernel.name = fmt::format("gemm-n{}-k{}-m{}", n, k, bucket);
-  kernel.entry = "warp_split_k";
-  kernel.rules = kTacticRules;
-  kernel.text = fmt::format(R"(// {}
+  return fmt::format(R"(// {}
 #include "gemm/warp_split_k.cuh"
 
 struct Config {{
@@ -278,8 +374,42 @@ extern "C" __global__ void __launch_bounds__({}, 1) warp_split_k(const __grid_co
   twostep::gemm::warp_split_k<Config>(params, &map);
 }}
 )",
-                            to_string(t), n, k, bucket, t.tile_n, t.tile_k, t.stages, t.k_slices, t.warps, t.cluster_n,
-                            load, t.smem_bytes, test.fault, test.debug, warp_threads(t));
+                     to_string(t), n, k, bucket, t.tile_n, t.tile_k, t.stages, t.k_slices, t.warps, t.cluster_n, load,
+                     t.smem_bytes, test.fault, test.debug, warp_threads(t));
+}
+
+std::string wgmma_text(int rows, std::int64_t n, std::int64_t k, const Tactic& t, const TestSwitches& test) {
+  return fmt::format(R"(// {}
+#include "gemm/sm90_wgmma.cuh"
+
+struct Config {{
+  static constexpr int kN = {}, kK = {}, kRows = {};
+  static constexpr int kTileN = {}, kTileK = {}, kStages = {}, kClusterK = {};
+  static constexpr int kSmemBytes = {};
+  static constexpr auto kFault = twostep::gemm::Fault::{};
+  static constexpr bool kDebug = {};
+}};
+
+extern "C" __global__ void __launch_bounds__({}, 1) sm90_wgmma(const __grid_constant__ twostep::gemm::Params params,
+                                                            const __grid_constant__ twostep::gemm::TensorMap w_map,
+                                                            const __grid_constant__ twostep::gemm::TensorMap x_map) {{
+  twostep::gemm::sm90_wgmma<Config>(params, &w_map, &x_map);
+}}
+)",
+                     to_string(t), n, k, rows, t.tile_n, t.tile_k, t.stages, t.cluster_k, t.smem_bytes, test.fault,
+                     test.debug, warp_threads(t));
+}
+
+}  // namespace
+
+KernelText warp_kernel_text(int m, std::int64_t n, std::int64_t k, const Tactic& t, const TestSwitches& test) {
+  const int bucket = bucket_of(m);
+  const bool wgmma = t.mma == Mma::kWgmma;
+  KernelText kernel;
+  kernel.name = fmt::format("gemm-n{}-k{}-m{}", n, k, bucket);
+  kernel.entry = wgmma ? "sm90_wgmma" : "warp_split_k";
+  kernel.rules = kTacticRules;
+  kernel.text = wgmma ? wgmma_text(wgmma_rows(m), n, k, t, test) : mma_sync_text(bucket, n, k, t, test);
   return kernel;
 }
 

@@ -11,15 +11,16 @@
 namespace twostep {
 
 // Changes when tactic_valid or the meaning of a tactic's field changes: old cubins are then not loaded.
-inline constexpr const char* kTacticRules = "gemm-rules-1";
+inline constexpr const char* kTacticRules = "gemm-rules-2";
 
 // The grid that is searched for the bucket of m, in a fixed order: valid and not.
 std::vector<Tactic> candidate_tactics(int m, std::int64_t k, const DeviceFacts& facts);
 // The valid ones of it.
 std::vector<Tactic> valid_tactics(int m, std::int64_t n, std::int64_t k, const DeviceFacts& facts);
 
-// Those of one family: `k_slices` alone fixes the order of summation (5.1).
+// The one family that `strict` keeps to, on every architecture: mma and k_slices fix the order of summation (5.1).
 inline constexpr int kStrictSlices = 4;
+inline bool in_strict_family(const Tactic& t) { return t.mma == Mma::kMmaSync && t.k_slices == kStrictSlices; }
 
 // What a checked-in table (tactics/<gpu>.json) says of a row count: the measured choice and both times.
 struct TableEntry {
@@ -32,6 +33,10 @@ struct TableEntry {
   bool warp_wins() const { return warp_us <= cublas_us; }
 };
 std::optional<TableEntry> table_entry(int m, std::int64_t n, std::int64_t k, const DeviceFacts& facts);
+
+// The rows of x that the wgmma kernel of m's bucket is compiled for: 8, 16, 32 or 64. The instruction would take any
+// multiple of 8; fewer kernels serve as fast, since its time hardly depends on them.
+int wgmma_rows(int m);
 
 // Dynamic shared memory of a tactic's CTA for the bucket of m, as the kernel computes it.
 int tactic_smem_bytes(const Tactic& tactic, int m);

@@ -18,6 +18,12 @@ struct Params {  // twostep::gemm::Params of kernels/gemm/warp_split_k.cuh
   int m;
 };
 
+struct WgmmaParams {  // twostep::gemm::Params of kernels/gemm/sm90_wgmma.cuh
+  void* out;
+  long long out_pitch;
+  int m;
+};
+
 }  // namespace
 
 CompileRequest compile_request(const KernelText& text, int arch) {
@@ -44,26 +50,29 @@ WarpKernel load_warp_kernel(int m, const Weight& weight, const Tactic& tactic, i
 TensorMap warp_tensor_map(const Weight& weight, const Tactic& tactic) {
   if (tactic.weight_order == WeightOrder::kPacked || tactic.weight_load != WeightLoad::kTiles) return {};
   const std::int64_t pitch = std::max(weight.row_stride, weight.k) * 2;
-  return weight_tensor_map(weight.view.data, weight.n, weight.k, pitch, tactic.tile_n);
+  return bf16_tensor_map(weight.view.data, weight.n, weight.k, pitch, tactic.tile_n);
 }
 
 void launch_warp(const WarpKernel& kernel, const TensorMap& map, const void* w, const Weight& weight,
                  const MatrixView& x, const MatrixView& out, bool programmatic, Stream stream) {
-  Params params{x.data,
-                w,
-                const_cast<void*>(out.data),
-                x.row_stride * 2,
-                weight.row_stride * 2,
-                out.row_stride * 2,
-                static_cast<int>(x.rows)};
-  void* arguments[] = {&params, const_cast<TensorMap*>(&map)};
+  const Tactic& tactic = kernel.tactic;
   Launch what;
   what.function = kernel.compiled->function;
   what.grid_x = static_cast<std::uint32_t>(kernel.grid);
   what.block = static_cast<std::uint32_t>(kernel.threads);
-  what.cluster_x = static_cast<std::uint32_t>(kernel.tactic.cluster_n);
-  what.smem_bytes = static_cast<std::uint32_t>(kernel.tactic.smem_bytes);
+  what.cluster_x = static_cast<std::uint32_t>(tactic.cluster_n * tactic.cluster_k);  // one of them is 1
+  what.smem_bytes = static_cast<std::uint32_t>(tactic.smem_bytes);
   what.programmatic = programmatic;
+  const int m = static_cast<int>(x.rows);
+  void* const to = const_cast<void*>(out.data);
+  if (tactic.mma == Mma::kWgmma) {
+    WgmmaParams params{to, out.row_stride * 2, m};
+    TensorMap x_map = bf16_tensor_map(x.data, x.rows, x.cols, x.row_stride * 2, wgmma_rows(m));
+    void* arguments[] = {&params, const_cast<TensorMap*>(&map), &x_map};
+    return launch(what, stream, arguments);
+  }
+  Params params{x.data, w, to, x.row_stride * 2, weight.row_stride * 2, out.row_stride * 2, m};
+  void* arguments[] = {&params, const_cast<TensorMap*>(&map)};
   launch(what, stream, arguments);
 }
 

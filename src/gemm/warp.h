@@ -28,7 +28,8 @@ WarpKernel load_warp_kernel(int m, const Weight& weight, const Tactic& tactic, i
 // The TMA descriptor that the tactic reads the weight through; unused by other loads.
 TensorMap warp_tensor_map(const Weight& weight, const Tactic& tactic);
 
-// One launch. `w` is the weight, or its packed copy where the tactic reads that. Allocates nothing.
+// One launch. `w` is the weight, or its packed copy where the tactic reads that. A wgmma kernel reads x through a
+// descriptor that is made here: host work without a driver lock. Allocates nothing.
 void launch_warp(const WarpKernel& kernel, const TensorMap& map, const void* w, const Weight& weight,
                  const MatrixView& x, const MatrixView& out, bool programmatic, Stream stream);
 

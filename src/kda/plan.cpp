@@ -47,6 +47,14 @@ struct Loaded {
   std::uint32_t smem_bytes = 0;
 };
 
+std::string check_arch(int arch) {
+  std::string name = arch_name(arch);
+  if (name.empty())
+    fail(StatusCode::kUnsupported, "kda.prepare", "architecture", fmt::format("sm_{}", arch),
+         "sm_90a, sm_100a, sm_103a, sm_120a", "run the layer on the CPU, or on another GPU");
+  return name;
+}
+
 std::size_t bytes_of(const TensorView& view) {
   std::size_t count = dtype_size(view.dtype);
   for (int i = 0; i < view.rank; ++i) count *= static_cast<std::size_t>(view.shape[static_cast<std::size_t>(i)]);
@@ -71,12 +79,14 @@ class CudaKda final : public KdaPlan {
     const ContextGuard context(context_);
     const RelaxedCapture relaxed;
     owned_ = DeviceBuffer(static_cast<std::size_t>(KdaOwned::floats(model.channels())) * sizeof(float));
-    copy_owned(model.weights, {});
+    const OwnedStream stream;  // the default stream may take part in another thread's capture
+    copy_owned(model.weights, stream.view());
   }
 
   void prepare(const KdaLayout& layout) override {
     const ContextGuard context(context_);
     const RelaxedCapture relaxed;
+    check_arch(facts_.arch);
     std::vector<Loaded> keys;
     std::map<std::string, Loaded> built;  // by text: keys that need the same kernel share it
     for (const KdaPolicy& policy : model_.options.policies) {
@@ -120,7 +130,7 @@ class CudaKda final : public KdaPlan {
     void* arguments[] = {&params};
     const ContextGuard context(context_);
     const bool capturing = is_capturing(stream);
-    const bool ordinary = ordinary_next_.load(std::memory_order_acquire) && ordinary_next_.exchange(false);
+    const bool ordinary = ordinary_next_.load(std::memory_order_acquire);
     Launch what;
     what.function = loaded.compiled->function;
     what.grid_x = static_cast<std::uint32_t>(step.requests * model_.heads * loaded.tactic.split);
@@ -129,6 +139,7 @@ class CudaKda final : public KdaPlan {
     what.smem_bytes = loaded.smem_bytes;
     what.programmatic = !ordinary && PdlChain::follows_own_kernel(context_, stream, capturing, false);
     launch(what, stream, arguments);
+    if (ordinary) ordinary_next_.store(false, std::memory_order_release);  // not before the launch has succeeded
     PdlChain::record(context_, stream, capturing);
   }
 
@@ -189,10 +200,7 @@ class CudaKda final : public KdaPlan {
 }  // namespace
 
 CompileRequest kda_compile_request(const KdaKernelText& text, int arch) {
-  const std::string name = arch_name(arch);
-  if (name.empty())
-    fail(StatusCode::kUnsupported, "kda.prepare", "architecture", std::to_string(arch), "90, 100, 103, 120",
-         "run the layer on the CPU, or on another GPU");
+  const std::string name = check_arch(arch);
   return {text.name + "-" + name, text.entry, text.text, name, text.rules};
 }
 
@@ -204,7 +212,11 @@ std::unique_ptr<KdaPlan> make_cuda_kda(const KdaModel& model, const KdaTestSwitc
 void cuda_decode_conv_weight(const TensorView& conv_weight, const TensorView& out, Stream stream) {
   throw_if_error(driver_status());
   const ContextGuard context(conv_weight.device.index);
+  if (is_capturing(stream))
+    fail(StatusCode::kCapturing, "kda.decode_conv_weight", "stream", "capturing", "a stream that does not capture",
+         "decode before the capture begins");
   const RelaxedCapture relaxed;
+  PdlChain::forget();
   TensorView source = conv_weight;
   const auto host = fetch(source, stream);
   const std::int64_t channels = conv_weight.shape[0] / 3;

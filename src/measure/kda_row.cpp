@@ -11,9 +11,9 @@ std::optional<double> KdaRow::bar_us() const {
 }
 
 const char* KdaRow::verdict() const {
+  if (time.spread() > time.median / 2 || time.median < floor_us()) return "noisy";
   const auto bar = bar_us();
   if (!bar) return "none";
-  if (time.spread() > time.median / 2 || time.median < floor_us()) return "noisy";
   return time.median <= *bar ? "holds" : "misses";
 }
 

@@ -34,13 +34,15 @@ Json entry_json(const MeasuredEntry& measured) {
           {"k", e.k},
           {"rows", e.rows},
           {"tactic",
-           {{"load", load},
+           {{"mma", t.mma == Mma::kWgmma ? "wgmma" : "mma_sync"},
+            {"load", load},
             {"tile_n", t.tile_n},
             {"tile_k", t.tile_k},
             {"stages", t.stages},
             {"k_slices", t.k_slices},
             {"warps", t.warps},
-            {"cluster_n", t.cluster_n}}},
+            {"cluster_n", t.cluster_n},
+            {"cluster_k", t.cluster_k}}},
           {"warp_us", hundredths(e.warp_us)},
           {"cublas_us", hundredths(e.cublas_us)},
           {"warp_spread_us", hundredths(measured.warp_spread_us)},
@@ -49,20 +51,31 @@ Json entry_json(const MeasuredEntry& measured) {
           {"runner_up_us", hundredths(measured.runner_up_us)}};
 }
 
-std::map<EntryKey, Json> read_entries(const std::string& path, const std::string& gpu) {
-  std::map<EntryKey, Json> entries;
+// An existing table, or an empty one.
+Json read_table(const std::string& path, const std::string& gpu) {
   std::ifstream file(path);
-  if (!file) return entries;
+  if (!file) return {{"gpu", gpu}, {"entries", Json::array()}};
   try {
-    const Json json = Json::parse(file);
+    Json json = Json::parse(file);
     if (json.at("gpu") != gpu)
       fail(StatusCode::kDataError, "measure.merge_table", path, json.at("gpu").get<std::string>(), gpu,
            "write each GPU model to a file of its own");
-    for (const Json& entry : json.at("entries")) entries.emplace(key_of(entry), entry);
+    for (const Json& entry : json.at("entries")) (void)key_of(entry);
+    return json;
   } catch (const nlohmann::json::exception& error) {
     fail(StatusCode::kDataError, "measure.merge_table", path, error.what(), "a table of tactics");
   }
-  return entries;
+}
+
+// One entry a line: a changed choice is one changed line.
+std::string lines_of(const Json& entries) {
+  std::string text = "[";
+  const char* separator = "\n";
+  for (const Json& entry : entries) {
+    text += separator + entry.dump();
+    separator = ",\n";
+  }
+  return text + "\n]";
 }
 
 }  // namespace
@@ -72,21 +85,26 @@ std::vector<Tactic> sweep_candidates(int m, std::int64_t n, std::int64_t k, cons
   for (const Tactic& tactic : valid_tactics(m, n, k, facts))
     ranked.emplace_back(model_us(tactic, m, n, k, facts), tactic);
   std::stable_sort(ranked.begin(), ranked.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
-  std::map<std::tuple<WeightLoad, int, bool>, int> of_kind;
-  std::map<std::tuple<WeightLoad, int, int, int, int, int>, int> of_family;  // all but the stages
+  std::map<std::tuple<Mma, WeightLoad, int, bool>, int> of_kind;
+  std::map<std::tuple<Mma, WeightLoad, int, int, int, int, int, int>, int> of_family;  // all but the stages
   constexpr int kOfFamily = 2;
   std::vector<Tactic> chosen, rest;
+  std::map<Mma, int> of_mma;  // half of the rest for each family: the model does not compare them well
   for (const auto& [us, t] : ranked) {
-    if (of_family[{t.weight_load, t.tile_n, t.tile_k, t.k_slices, t.warps, t.cluster_n}]++ >= kOfFamily) continue;
-    const bool first = of_kind[{t.weight_load, t.tile_n, t.cluster_n > 1}]++ == 0;
-    (first ? chosen : rest).push_back(t);
+    int& family = of_family[{t.mma, t.weight_load, t.tile_n, t.tile_k, t.k_slices, t.warps, t.cluster_n, t.cluster_k}];
+    if (family++ >= kOfFamily) continue;
+    const bool cluster = t.cluster_n * t.cluster_k > 1;
+    if (of_kind[{t.mma, t.weight_load, t.tile_n, cluster}]++ == 0) chosen.push_back(t);
+    else if (of_mma[t.mma]++ < count / 2) rest.push_back(t);
   }
   for (std::size_t i = 0; i < rest.size() && static_cast<int>(chosen.size()) < count; ++i) chosen.push_back(rest[i]);
   return chosen;
 }
 
 void merge_table(const std::string& path, const Machine& machine, const std::vector<MeasuredEntry>& measured) {
-  auto entries = read_entries(path, machine.device);
+  Json table = read_table(path, machine.device);
+  std::map<EntryKey, Json> entries;
+  for (const Json& entry : table["entries"]) entries.emplace(key_of(entry), entry);
   for (const MeasuredEntry& entry : measured) {
     Json json = entry_json(entry);
     json["measured"] = {
@@ -94,14 +112,16 @@ void merge_table(const std::string& path, const Machine& machine, const std::vec
     const EntryKey key = key_of(json);
     entries[key] = std::move(json);
   }
-  // One entry a line: a changed choice is one changed line.
-  std::string text = fmt::format("{{\"gpu\": {}, \"entries\": [", Json(machine.device).dump());
-  const char* separator = "\n";
-  for (const auto& [key, json] : entries) {
-    text += separator + json.dump();
-    separator = ",\n";
+  table["entries"] = Json::array();
+  for (auto& [key, json] : entries) table["entries"].push_back(std::move(json));
+  // Members that are not of this room, as "kda", stay as they are.
+  std::string text = "{";
+  const char* separator = "";
+  for (const auto& [name, value] : table.items()) {
+    text += separator + Json(name).dump() + ": " + (value.is_array() ? lines_of(value) : value.dump());
+    separator = ", ";
   }
-  text += "\n]}\n";
+  text += "}\n";
   const std::string temporary = path + ".tmp";
   std::ofstream(temporary) << text << std::flush;
   std::error_code error;

@@ -18,7 +18,7 @@ struct MeasuredEntry {
 };
 
 // The tactics worth timing: the best `count` by the model, at most two that differ in their stages alone, and at
-// least one of each load kind, tile_n, and x multicast on or off, of which the model is least sure.
+// least one of each mma, load kind, tile_n, and cluster or none, of which the model is least sure.
 std::vector<Tactic> sweep_candidates(int m, std::int64_t n, std::int64_t k, const DeviceFacts& facts, int count);
 
 // Writes `path`, keeping entries of an existing file for other (n, k, rows). Throws kDataError where that file is

@@ -342,6 +342,19 @@ Tactic slow_reader(int m, int cluster_n) {
   return complete(tactic, m, device_facts(kDevice));
 }
 
+Tactic wgmma_tactic(int m, int tile_n, int cluster_k, int stages) {
+  Tactic tactic;
+  tactic.mma = Mma::kWgmma;
+  tactic.weight_load = WeightLoad::kTiles;
+  tactic.tile_n = tile_n;
+  tactic.tile_k = 64;
+  tactic.stages = stages;
+  tactic.k_slices = 1;
+  tactic.cluster_k = cluster_k;
+  tactic.warps = tile_n / 16;
+  return complete(tactic, m, device_facts(kDevice));
+}
+
 void write_late(const Matrix& to, const Matrix& from, std::int64_t elements, int microseconds, Stream stream,
                 bool programmatic) {
   void* to_data = to.data();

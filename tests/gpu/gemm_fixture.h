@@ -163,6 +163,9 @@ class RawKernel {
 // overwritten while it is read.
 Tactic slow_reader(int m, int cluster_n = 1);
 
+// Of wgmma, with a short ring that turns. The GPU has the instruction: facts.arch is 90.
+Tactic wgmma_tactic(int m, int tile_n, int cluster_k, int stages = 3);
+
 // Lets its successor start at once, waits for its predecessor, sleeps, then copies: to = from.
 void write_late(const Matrix& to, const Matrix& from, std::int64_t elements, int microseconds, Stream stream,
                 bool programmatic = false);

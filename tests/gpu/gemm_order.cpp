@@ -1,7 +1,8 @@
 // Order of summation: equal bits run after run, within a family, and with `strict` for every M (draft-gemm 5).
 #include <gtest/gtest.h>
 
-#include <random>
+#include <map>
+#include <tuple>
 
 #include "gemm_fixture.h"
 
@@ -66,10 +67,12 @@ TEST_F(GemmOrder, a_thousand_repeats_are_one_result_G51) {
 // The bits of a row alone, by family; `strict` has one.
 void expect_rows_are_independent(DraftGemm& gemm, bool strict, Stream stream) {
   const HostMatrix row = normals(1, kK, 2);
-  std::map<int, HostMatrix> alone;  // by k_slices, which fixes the order of summation
+  std::map<std::tuple<Mma, int, int>, HostMatrix> alone;  // by what fixes the order of summation
   for (int m = 1; m <= kMaxWarpRows; ++m) {
     ASSERT_EQ(gemm.prepare(m, stream), Kind::kWarp) << gemm.why(m);
-    const int family = strict ? 0 : gemm.tactic(m).k_slices;
+    const Tactic tactic = gemm.tactic(m);
+    const auto family = strict ? std::tuple(Mma::kMmaSync, kStrictSlices, 1)
+                               : std::tuple(tactic.mma, tactic.k_slices, tactic.cluster_k);
     for (int at : {0, m / 2, m - 1}) {
       const Matrix x(among(row, m, at, 100 + 3 * m));
       const HostMatrix result = run(gemm, x, kN, stream).row(at);

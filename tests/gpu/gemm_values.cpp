@@ -296,9 +296,9 @@ TEST_F(GemmValues, every_way_to_load_tile_and_slice_is_exact) {
   std::vector<Trial> trials;
   // One of each way to load, tile and slice; the stage counts and clusters go round.
   for (int m : {5, 64}) {
-    std::map<std::tuple<WeightLoad, int, int, int, int>, std::vector<Tactic>> groups;
+    std::map<std::tuple<Mma, WeightLoad, int, int, int, int, int>, std::vector<Tactic>> groups;
     for (const Tactic& t : valid_tactics(m, n, k, facts))
-      groups[{t.weight_load, t.tile_n, t.tile_k, t.k_slices, t.warps}].push_back(t);
+      groups[{t.mma, t.weight_load, t.tile_n, t.tile_k, t.k_slices, t.warps, t.cluster_k}].push_back(t);
     std::size_t turn = 0;
     for (const auto& [key, tactics] : groups) trials.push_back({m, tactics[turn++ % tactics.size()]});
   }

@@ -2,7 +2,9 @@
 #pragma once
 
 #include <optional>
+#include <string>
 
+#include "child.h"
 #include "gemm_fixture.h"
 #include "tests/kda/fixture.h"
 
@@ -20,5 +22,20 @@ class KdaGpuTest : public KdaTest {
  private:
   std::optional<ContextGuard> context_;
 };
+
+// TWOSTEP_TEST_FAULT names a synchronisation rule to turn off; expect_fails sets it, in a child.
+inline KdaTestSwitches switches() {
+  static const std::string fault = test::variable("TWOSTEP_TEST_FAULT");
+  KdaTestSwitches switches;
+  if (!fault.empty()) switches.fault = fault.c_str();
+  return switches;
+}
+
+// The test does not pass with this rule turned off, and for the right reason: wrong values.
+inline void expect_fails(const std::string& test, const std::string& fault) {
+  const test::ChildResult child = test::run_child(test, {{"TWOSTEP_TEST_FAULT", fault}}, 60);
+  EXPECT_FALSE(child.passed) << test << " does not see " << fault << "\n" << child.output;
+  EXPECT_NE(child.output.find("differ"), std::string::npos) << child.output;
+}
 
 }  // namespace twostep::kda_test

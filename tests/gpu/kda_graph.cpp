@@ -102,8 +102,7 @@ TEST_F(KdaGraph, decode_and_verify_of_one_object_replay_in_any_order) {
   for (int i = 0; i < 20; ++i) {
     if (random() % 2)
       expect_same_bits(replay_of(verify_graph, scene, verify_bound, scene.step, scene.before), verified);
-    else
-      expect_same_bits(replay_of(decode_graph, scene, decode_bound, decode, decode_before), decoded);
+    else expect_same_bits(replay_of(decode_graph, scene, decode_bound, decode, decode_before), decoded);
   }
 }
 

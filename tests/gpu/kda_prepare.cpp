@@ -61,7 +61,9 @@ TEST_F(KdaPrepare, every_key_is_prepared_from_layouts_and_equal_builds_share_a_k
     }
     EXPECT_EQ(kernels_of(kda), builds.size());
     EXPECT_EQ(kernels.size(), builds.size());
-    if (forced) EXPECT_EQ(builds.size(), 3u);
+    if (forced) {
+      EXPECT_EQ(builds.size(), 3u);
+    }
 
     // All is in memory now.
     const std::uint64_t compiles = kda.stats().compiles;

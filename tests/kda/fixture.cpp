@@ -74,11 +74,14 @@ void parallel_for(std::int64_t count, const std::function<void(std::int64_t)>& f
 
 // ---- Memory of the backend
 
-Memory::Memory(std::size_t bytes, Place place)
+Memory::Memory(const void* values, std::size_t bytes, Place place)
     : bytes_(bytes), front_(kGuard + static_cast<std::size_t>(place.offset)), back_(place.last ? 0 : kGuard) {
   base_ = backend().allocate(front_ + bytes_ + back_);
-  const std::vector<std::byte> nan(front_ + bytes_ + back_, std::byte{0xff});
-  backend().upload(base_, nan.data(), nan.size());
+  const std::vector<std::byte> guard(front_ + back_, std::byte{0xff});
+  backend().upload(base_, guard.data(), front_);
+  if (back_ > 0) backend().upload(static_cast<char*>(data()) + bytes_, guard.data(), back_);
+  if (values) put(values, bytes_);
+  else poison();
 }
 Memory::Memory(Memory&& other) noexcept { *this = std::move(other); }
 Memory& Memory::operator=(Memory&& other) noexcept {

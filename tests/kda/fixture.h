@@ -51,11 +51,10 @@ struct Place {
 class Memory {
  public:
   Memory() = default;
-  explicit Memory(std::size_t bytes, Place place = {});
+  explicit Memory(std::size_t bytes, Place place = {}) : Memory(nullptr, bytes, place) {}  // NaN
   template <class T>
-  explicit Memory(const std::vector<T>& values, Place place = {}) : Memory(values.size() * sizeof(T), place) {
-    put(values);
-  }
+  explicit Memory(const std::vector<T>& values, Place place = {})
+      : Memory(values.data(), values.size() * sizeof(T), place) {}
   Memory(Memory&& other) noexcept;
   Memory& operator=(Memory&& other) noexcept;
   ~Memory();
@@ -76,6 +75,7 @@ class Memory {
   }
 
  private:
+  Memory(const void* values, std::size_t bytes, Place place);
   void take(void* to) const;
   void* base_ = nullptr;
   std::size_t bytes_ = 0;

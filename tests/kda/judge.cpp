@@ -73,6 +73,8 @@ std::string where(const CacheShape& shape, std::int64_t at) {
 }
 
 void expect_same_bytes(const Caches& want, const Caches& got, const char* what) {
+  ASSERT_EQ(want.bytes.size(), got.bytes.size()) << what;
+  if (std::memcmp(want.bytes.data(), got.bytes.data(), want.bytes.size()) == 0) return;  // much faster than mismatch
   const auto [a, b] = std::mismatch(want.bytes.begin(), want.bytes.end(), got.bytes.begin(), got.bytes.end());
   if (a != want.bytes.end()) ADD_FAILURE() << what << ": " << where(want.shape, a - want.bytes.begin());
 }
@@ -157,36 +159,33 @@ Verdict judge(const Rig& rig, const Step& step, const Caches& before, const Outc
     const Fate& fate = all[static_cast<std::size_t>(n)];
     if (!fate.live) return;
     Verdict& verdict = verdicts[static_cast<std::size_t>(index)];
-    for (const bool strict : {false, true}) {
-      if (strict && !strict_too) continue;
-      Tally& tally = strict ? verdict.strict : verdict.plain;
-      auto* states = carried ? strict ? &carried->strict : &carried->plain : nullptr;
-      State state;
-      if (states) {
-        const State& from = states->at(fate.read);
-        state.assign(from.begin() + h * kCells, from.begin() + (h + 1) * kCells);
-      } else {
-        state = load_state(before.state(fate.read, h));
-      }
-      for (int t = 0; t < fate.tokens; ++t) {
-        const std::int64_t row = std::int64_t{n} * step.tokens + t;
-        Rounded inputs = token_inputs(layer, step, before, fate, n, t, h, profile);
-        if (strict) {
-          const Rounded own = kernel_inputs(outcome, channels, row, h);
-          tally_rounded(own.q, inputs.q, &tally);
-          tally_rounded(own.k, inputs.k, &tally);
-          tally_rounded(own.v, inputs.v, &tally);
-          tally_rounded(own.g, inputs.g, &tally);
-          inputs = own;
-        }
-        const auto out = advance(layer, step, row, h, inputs, profile, state.data());
-        tally_outputs(outcome.out.data() + row * outcome.out_stride + std::int64_t{kDim} * h, out, &tally);
-        const std::int64_t slot = fate.store[static_cast<std::size_t>(t)];
-        if (slot >= 0 && fate.last_to(t)) {
-          tally_state(outcome.caches.state(slot, h), state.data(), &tally);
-          if (states) std::copy(state.begin(), state.end(), states->at(slot).begin() + h * kCells);
-        }
-      }
+    const auto start = [&](const State* from) {
+      return from ? State(from->begin() + h * kCells, from->begin() + (h + 1) * kCells)
+                  : load_state(before.state(fate.read, h));
+    };
+    // Each from its own inputs and, in a chain, its own state.
+    const auto advance_by = [&](const Rounded& inputs, int t, State* state, Tally* tally,
+                                std::map<std::int64_t, State>* states) {
+      const std::int64_t row = std::int64_t{n} * step.tokens + t;
+      const auto out = advance(layer, step, row, h, inputs, profile, state->data());
+      tally_outputs(outcome.out.data() + row * outcome.out_stride + std::int64_t{kDim} * h, out, tally);
+      const std::int64_t slot = fate.store[static_cast<std::size_t>(t)];
+      if (slot < 0 || !fate.last_to(t)) return;
+      tally_state(outcome.caches.state(slot, h), state->data(), tally);
+      if (states) std::copy(state->begin(), state->end(), states->at(slot).begin() + h * kCells);
+    };
+    State plain = start(carried ? &carried->plain.at(fate.read) : nullptr);
+    State strict = strict_too ? start(carried ? &carried->strict.at(fate.read) : nullptr) : State();
+    for (int t = 0; t < fate.tokens; ++t) {
+      const Rounded inputs = token_inputs(layer, step, before, fate, n, t, h, profile);
+      advance_by(inputs, t, &plain, &verdict.plain, carried ? &carried->plain : nullptr);
+      if (!strict_too) continue;
+      const Rounded own = kernel_inputs(outcome, channels, std::int64_t{n} * step.tokens + t, h);
+      tally_rounded(own.q, inputs.q, &verdict.strict);
+      tally_rounded(own.k, inputs.k, &verdict.strict);
+      tally_rounded(own.v, inputs.v, &verdict.strict);
+      tally_rounded(own.g, inputs.g, &verdict.strict);
+      advance_by(own, t, &strict, &verdict.strict, carried ? &carried->strict : nullptr);
     }
   });
   Verdict total;

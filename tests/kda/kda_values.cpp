@@ -3,7 +3,6 @@
 #include <cmath>
 #include <cstdint>
 #include <limits>
-#include <memory>
 #include <vector>
 
 #include "tests/kda/fixture.h"
@@ -103,42 +102,39 @@ std::vector<Cross> cross() {
   return cases;
 }
 
+// A case strict, and with the same bits from weights in FP32; its plain tally is pooled by the caller.
+Tally expect_strict_case(Random& random, const Cross& one) {
+  SCOPED_TRACE(testing::Message() << replay() << ", H " << one.heads << ", q " << one.tokens
+                                  << (one.dim_first ? ", DS" : ", SD")
+                                  << (one.softplus ? ", softplus" : ", lower bound") << (one.bias ? ", bias" : ""));
+  Scene scene(random, {.heads = one.heads,
+                       .requests = 2,
+                       .tokens = one.tokens,
+                       .softplus = one.softplus,
+                       .bias = one.bias,
+                       .dim_first = one.dim_first,
+                       .small = DType::kBF16});
+  const Outcome outcome = scene.run();
+  const Verdict verdict = scene.judge(outcome);
+  expect_strict(verdict.strict);
+  EXPECT_LE(verdict.plain.worst, 5e-3) << to_string(verdict.plain);
+
+  const Layer wide(scene.layer.values(), DType::kF32);
+  Rig rig(wide, scene.shape, scene.spec.rig);
+  expect_same_bits(run(rig, scene.step, scene.before), outcome);
+  return verdict.plain;
+}
+
 TEST_F(KdaValues, every_head_count_layout_gate_bias_and_token_count_is_right_T3) {
   const std::vector<Cross> cases = cross();
-  constexpr std::size_t kBatch = 16;  // prepared side by side: on a GPU that is a compilation each
+  std::vector<Tally> tallies(cases.size());
+  const std::uint64_t base = random();
+  parallel_for(static_cast<std::int64_t>(cases.size()), [&](std::int64_t i) {  // on a GPU each is a compilation
+    Random own(base + static_cast<std::uint64_t>(i));
+    tallies[static_cast<std::size_t>(i)] = expect_strict_case(own, cases[static_cast<std::size_t>(i)]);
+  });
   Tally plain[2];
-  for (std::size_t first = 0; first < cases.size(); first += kBatch) {
-    const std::size_t count = std::min(kBatch, cases.size() - first);
-    std::vector<std::unique_ptr<Scene>> scenes(count);
-    const std::uint64_t base = random();
-    parallel_for(static_cast<std::int64_t>(count), [&](std::int64_t i) {
-      const Cross& one = cases[first + static_cast<std::size_t>(i)];
-      Random own(base + static_cast<std::uint64_t>(i));
-      scenes[static_cast<std::size_t>(i)] = std::make_unique<Scene>(own, SceneSpec{.heads = one.heads,
-                                                                                   .requests = 2,
-                                                                                   .tokens = one.tokens,
-                                                                                   .softplus = one.softplus,
-                                                                                   .bias = one.bias,
-                                                                                   .dim_first = one.dim_first,
-                                                                                   .small = DType::kBF16});
-    });
-    for (std::size_t i = 0; i < count; ++i) {
-      const Cross& one = cases[first + i];
-      SCOPED_TRACE(testing::Message() << "H " << one.heads << ", q " << one.tokens << (one.dim_first ? ", DS" : ", SD")
-                                      << (one.softplus ? ", softplus" : ", lower bound") << (one.bias ? ", bias" : ""));
-      Scene& scene = *scenes[i];
-      const Outcome outcome = scene.run();
-      const Verdict verdict = scene.judge(outcome);
-      expect_strict(verdict.strict);
-      EXPECT_LE(verdict.plain.worst, 5e-3) << to_string(verdict.plain);
-      plain[one.softplus] += verdict.plain;
-
-      const Layer wide(scene.layer.values(), DType::kF32);
-      Rig rig(wide, scene.shape, scene.spec.rig);
-      expect_same_bits(run(rig, scene.step, scene.before), outcome);
-      scenes[i].reset();
-    }
-  }
+  for (std::size_t i = 0; i < cases.size(); ++i) plain[cases[i].softplus] += tallies[i];
   RecordProperty("lower_bound", to_string(plain[0]));
   RecordProperty("softplus", to_string(plain[1]));
   expect_plain(plain[0]);
@@ -294,6 +290,48 @@ TEST_F(KdaValues, extreme_inputs_are_finite_and_right_T8) {
       expect_finite(outcome, scene.step.slot(0, 0));
       expect_right(scene.judge(outcome));
     }
+}
+
+// SiLU far below zero is zero, not a small part of its argument.
+TEST_F(KdaValues, silu_of_large_negative_sums_is_zero) {
+  for (const double x : {-90.0, -1e4, -1e36, -1e38}) {
+    SCOPED_TRACE(x);
+    Scene scene(random, {}, [](LayerValues& layer) {
+      for (std::size_t c = 2 * kDim; c < 3 * kDim; ++c)
+        for (std::size_t tap = 0; tap < 4; ++tap) layer.conv_weight[4 * c + tap] = tap == 3 ? 1.0f : 0.0f;
+    });
+    set_part(&scene.step, 2, x);
+    const Outcome outcome = scene.run();
+    for (int v = 0; v < kDim; ++v) {
+      const float y = rounded_value(outcome, scene.step, 2, v);
+      EXPECT_TRUE(y <= 0 && y > -1e-30f) << "v " << v << " " << y;
+    }
+  }
+}
+
+// kda 9.5: what is not a number stays so, and spoils no other request.
+TEST_F(KdaValues, a_nan_spoils_the_outputs_of_its_own_request) {
+  for (const char* where : {"q", "v", "z", "f", "beta"}) {
+    SCOPED_TRACE(where);
+    Scene scene(random, {.requests = 2});
+    const Outcome clean = scene.run();
+    const Columns columns = scene.step.columns();
+    const std::string_view name = where;
+    const std::int64_t column = name == "q"   ? columns.part(0, 5)
+                                : name == "v" ? columns.part(2, 5)
+                                : name == "z" ? columns.z(5)
+                                : name == "f" ? columns.f(5)
+                                              : columns.beta(0);
+    scene.step.at(0, column) = 0x7fc0;
+    const Outcome outcome = scene.run();
+    bool spoilt = false;
+    for (int v = 0; v < kDim; ++v) spoilt |= std::isnan(decode_bf16(outcome.out[static_cast<std::size_t>(v)]));
+    EXPECT_TRUE(spoilt);
+    for (int v = 0; v < kDim; ++v) {
+      const auto at = static_cast<std::size_t>(outcome.out_stride + v);
+      EXPECT_EQ(outcome.out[at], clean.out[at]);
+    }
+  }
 }
 
 // Denormal numbers may be flushed (kda 4.4): an output is then 0 where the oracle has less than 1e-30.

@@ -336,24 +336,29 @@ TEST_F(KdaVerify, every_token_leaves_the_state_of_decoding_so_far_T30) {
   EXPECT_EQ(chain.verify.verdict.plain.heads, 4);
 }
 
-TEST_F(KdaVerify, sixteen_steps_with_rejections_equal_one_by_one_decode_T34) {
-  for (int q = 1; q <= kKdaMaxTokens; ++q)
-    for (const bool dim_first : {false, true}) {
-      SCOPED_TRACE(testing::Message() << "q " << q << (dim_first ? ", DS" : ", SD"));
-      Chain chain(random, {.tokens = q, .softplus = q % 2 == 0, .bias = dim_first, .dim_first = dim_first});
-      const int cycle[] = {1, q, 2, q - 1};
-      const auto kept = [&](int step) { return std::clamp(cycle[step % 4], 1, q); };
-      for (int step = 0; step < 16; ++step) {
-        Step& now = chain.scene.step;
-        if (step > 0) {
-          const Step next = random_step(random, 1, 1, q, now.row_stride, chain.scene.shape.slots);
-          now.projected = next.projected;
-          now.accepted = {{kept(step - 1)}};
-        }
-        chain.advance(now, step < 15 ? kept(step) : q);
-      }
-      chain.expect_equal();
+void expect_sixteen_steps_equal_decode(Random& random, int q, bool dim_first) {
+  SCOPED_TRACE(testing::Message() << replay() << ", q " << q << (dim_first ? ", DS" : ", SD"));
+  Chain chain(random, {.tokens = q, .softplus = q % 2 == 0, .bias = dim_first, .dim_first = dim_first});
+  const int cycle[] = {1, q, 2, q - 1};
+  const auto kept = [&](int step) { return std::clamp(cycle[step % 4], 1, q); };
+  for (int step = 0; step < 16; ++step) {
+    Step& now = chain.scene.step;
+    if (step > 0) {
+      const Step next = random_step(random, 1, 1, q, now.row_stride, chain.scene.shape.slots);
+      now.projected = next.projected;
+      now.accepted = {{kept(step - 1)}};
     }
+    chain.advance(now, step < 15 ? kept(step) : q);
+  }
+  chain.expect_equal();
+}
+
+TEST_F(KdaVerify, sixteen_steps_with_rejections_equal_one_by_one_decode_T34) {
+  const std::uint64_t base = random();
+  parallel_for(2 * kKdaMaxTokens, [&](std::int64_t i) {  // on a GPU each is two compilations
+    Random own(base + static_cast<std::uint64_t>(i));
+    expect_sixteen_steps_equal_decode(own, 1 + static_cast<int>(i / 2), i % 2 != 0);
+  });
 }
 
 }  // namespace

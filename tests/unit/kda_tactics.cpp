@@ -108,17 +108,19 @@ TEST(KdaTactics, the_rule_gives_a_valid_tactic_for_every_key) {
 }
 
 TEST(KdaTactics, few_heads_and_requests_split_a_head_and_many_do_not) {
+  DeviceFacts by_rule = hopper();
+  by_rule.name = "a GPU without a table";
   for (int tokens = 1; tokens <= kKdaMaxTokens; ++tokens) {
-    EXPECT_GE(kda_tactic(12, {1, tokens}, hopper()).split, 4) << tokens;  // 12 CTAs cannot load 132 SMs
-    EXPECT_GE(kda_tactic(48, {1, tokens}, hopper()).split, 2) << tokens;
-    EXPECT_LE(kda_tactic(96, {128, tokens}, hopper()).split, 2) << tokens;
+    EXPECT_GE(kda_tactic(12, {1, tokens}, by_rule).split, 4) << tokens;  // 12 CTAs cannot load 132 SMs
+    EXPECT_GE(kda_tactic(48, {1, tokens}, by_rule).split, 2) << tokens;
+    EXPECT_LE(kda_tactic(96, {128, tokens}, by_rule).split, 2) << tokens;
     EXPECT_EQ(kda_tactic(12, {1, tokens}, consumer()).split, 1) << tokens;
   }
-  EXPECT_EQ(kda_tactic(12, {128, 1}, hopper()).split, 1);
+  EXPECT_EQ(kda_tactic(12, {128, 1}, by_rule).split, 1);
   for (int heads = 1; heads <= kKdaMaxHeads; ++heads) {
     int last = 8;
     for (std::int64_t requests : kRequests) {
-      const int split = kda_tactic(heads, {requests, 1}, hopper()).split;
+      const int split = kda_tactic(heads, {requests, 1}, by_rule).split;
       EXPECT_LE(split, last) << heads << " heads, " << requests << " requests";  // more work, never more pieces
       // A second wave costs more than a split gains.
       EXPECT_TRUE(split == 1 || heads * requests * split <= 2 * hopper().sm_count) << heads << ", " << requests;

@@ -284,6 +284,7 @@ TEST(MeasureKdaRow, the_json_line_has_floor_bar_and_verdict) {
   row.time.median = 25;
   EXPECT_EQ(parse().at("verdict"), "misses");
   row.shape = shape(12, 32, 4);
+  row.time = {45.0, 44.8, 45.4, 15, 3};
   json = parse();
   EXPECT_TRUE(json.at("bar_us").is_null());
   EXPECT_EQ(json.at("verdict"), "none");

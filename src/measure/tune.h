@@ -1,0 +1,134 @@
+// Tuning a table of tactics: what is timed, by whom, what is kept, and how a stopped run goes on. Pure: the GPU belongs
+// to a worker process, so that a kernel that hangs or faults costs one tactic and not the run.
+#pragma once
+
+#include <chrono>
+#include <compare>
+#include <fstream>
+#include <functional>
+#include <map>
+#include <optional>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "measure/line_worker.h"
+#include "measure/table_file.h"
+
+namespace twostep {
+
+// One entry of the table.
+struct TuneTask {
+  std::int64_t n = 0;
+  std::int64_t k = 0;
+  int rows = 0;  // a bucket
+  friend auto operator<=>(const TuneTask&, const TuneTask&) = default;
+};
+
+// The buckets of `rows` for each shape (n, k), in order, each once. Throws kInvalidArgument for what the warp kernel
+// does not serve.
+std::vector<TuneTask> tune_tasks(const std::vector<std::pair<std::int64_t, std::int64_t>>& shapes,
+                                 const std::vector<int>& rows);
+
+// The tactics that are tried, named by to_string. Equal on both sides of the pipe: same program, same facts.
+std::map<std::string, Tactic> tune_candidates(const TuneTask& task, const DeviceFacts& facts, int count);
+
+// ---- The worker, as the run sees it
+
+struct Timed {
+  Summary time;         // early chain, per launch
+  std::string failure;  // one sentence; empty: it ran and its values were right
+};
+
+inline constexpr const char* kTimeCublas = "cublas";
+inline constexpr const char* kTimeLimit = "limit";
+
+// One line to the worker; it answers each with one line. The forms of the answers are those of tune_worker.h.
+struct TuneRequest {
+  std::uint64_t id = 0;  // the answer repeats it
+  TuneTask task;
+  std::string time;                  // a tactic's name, kTimeCublas or kTimeLimit; empty: nothing to time
+  bool full = false;                 // the protocol's replays; else a screening
+  std::vector<std::string> compile;  // names of tactics to compile ahead on host threads
+};                                   // neither: say what the GPU is
+std::string to_line(const TuneRequest& request);
+TuneRequest tune_request(const std::string& line);  // throws kDataError
+
+class TuneClient {
+ public:
+  // `command` runs the worker. A request without an answer within `limit` counts as hung.
+  TuneClient(std::vector<std::string> command, std::chrono::milliseconds limit) : worker_(std::move(command), limit) {}
+
+  // Fills device, driver and NVRTC of `machine`. Throws kUnavailable with what the worker said.
+  DeviceFacts describe(Machine& machine);
+  Timed time(const TuneTask& task, const std::string& what, bool full);
+  void compile(const TuneTask& task, const std::vector<std::string>& names);
+  int starts() const { return worker_.starts(); }
+
+ private:
+  // The fields of the answer, or why there is none. Broken answers end the worker.
+  nlohmann::json ask(TuneRequest request, std::string* failure);
+
+  LineWorker worker_;
+  std::uint64_t next_id_ = 1;
+};
+
+// ---- One task
+
+struct Finalist {
+  Tactic tactic;
+  Summary time;
+};
+
+struct TuneResult {
+  TuneTask task;
+  std::vector<Finalist> finalists;  // best first
+  Summary cublas, limit;
+  int tried = 0;
+  int failed = 0;
+  std::string failure;  // why the table gets no entry; empty: it gets one
+
+  MeasuredEntry entry() const;  // where failure is empty
+  Chain chain() const;          // ours against cuBLAS
+};
+
+// By the median in hundredths of a microsecond, as the table holds it. A tie takes the tactic with less shared memory,
+// which leaves room for the next launch; then the first.
+void rank(std::vector<Finalist>& finalists);
+
+class TuneState;
+using TimeOne = std::function<Timed(const TuneTask& task, const std::string& what, bool full)>;
+// Screens the candidates that have not failed before, times the best in full, then cuBLAS and the limit. Failures go to
+// `state` at once. None where `out_of_time` said so before the end.
+std::optional<TuneResult> tune(const TuneTask& task, const std::map<std::string, Tactic>& candidates,
+                               const TimeOne& time, TuneState& state, const std::function<bool()>& out_of_time);
+
+// ---- What a stopped run leaves
+
+enum class TuneStart { kNew, kResume, kFresh };
+
+// A file of JSON lines, each appended and flushed when it is known: finished tasks and failed tactics.
+class TuneState {
+ public:
+  // kNew refuses a file that is there; kFresh empties it; kResume reads it, and drops a last line that was torn.
+  // Throws kInvalidArgument, kDataError (malformed, or of another GPU, commit or tactic rules), kUnavailable.
+  TuneState(std::string path, const Machine& machine, TuneStart start);
+
+  bool finished(const TuneTask& task) const { return finished_.contains(task); }
+  bool failed(const TuneTask& task, const std::string& tactic) const { return failed_.contains({task, tactic}); }
+  std::size_t num_failed() const { return failed_.size(); }
+  void add(const TuneResult& result);
+  void add_failure(const TuneTask& task, const std::string& tactic, const std::string& reason);
+
+ private:
+  void read(const std::string& text, const nlohmann::ordered_json& header);
+  void append(const nlohmann::ordered_json& json);
+
+  std::string path_;
+  std::ofstream file_;
+  std::set<TuneTask> finished_;
+  std::set<std::pair<TuneTask, std::string>> failed_;
+};
+
+}  // namespace twostep
