@@ -108,12 +108,14 @@ int bench_on_gpu(const DraftLayerArguments& a, std::vector<ChainLinear> linears,
 
 int bench_draft_layer(const DraftLayerArguments& a) {
   const std::vector<ChainLinear> linears = linears_of(a);
-  if (a.device == "cpu")
-    fail(StatusCode::kUnsupported, kPlace, "--device", a.device, "auto, cuda:0, cuda:1, ..",
+  const std::string device = a.device == "auto" ? "cuda:0" : a.device;  // without a GPU, the refusal says why
+  const auto index = device.starts_with("cuda:") ? parse_number(std::string_view(device).substr(5), 0) : std::nullopt;
+  if (!index || *index > 255)
+    fail(device == "cpu" ? StatusCode::kUnsupported : StatusCode::kInvalidArgument, kPlace, "--device", a.device,
+         "auto, cuda:0, cuda:1, ..",
          "the chains are graphs of GPU kernels; twostep draft times the linears of a step on a CPU");
 #if TWOSTEP_CUDA
-  // Where "auto" finds no GPU, the refusal says why.
-  return bench_on_gpu(a, linears, parse_device(kPlace, a.device == "auto" ? "cuda:0" : a.device).value());
+  return bench_on_gpu(a, linears, parse_device(kPlace, device).value());
 #else
   fail(StatusCode::kUnavailable, kPlace, "--device", a.device, "a GPU", "this build has no GPU rooms");
 #endif

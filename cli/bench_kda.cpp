@@ -4,13 +4,12 @@
 #include <algorithm>
 #include <memory>
 #include <optional>
-#include <span>
 
 #include "cli/arguments.h"
 #include "cli/commands.h"
+#include "cli/json_file.h"
 #include "cli/kda_arguments.h"
 #include "cli/progress.h"
-#include "io/partial_file.h"
 #include "measure/bench_kda_host.h"
 #if TWOSTEP_CUDA
 #include "measure/bench_kda.h"
@@ -68,25 +67,6 @@ void check_keys(const KdaBenchArguments& a) {
     }
 }
 
-// Rows as JSON lines. The file gets its name when all are there: an old one is kept until then.
-class KdaJson {
- public:
-  explicit KdaJson(const std::string& path) {
-    if (!path.empty()) file_.emplace(path, kPlace);
-  }
-  void add(const KdaRow& row, const Machine& machine) {
-    if (!file_) return;
-    const std::string line = json_line(row, machine);
-    file_->write(std::as_bytes(std::span(line)));
-  }
-  void publish() {
-    if (file_) file_->publish();
-  }
-
- private:
-  std::optional<PartialFile> file_;
-};
-
 void print_machine(const Machine& machine) {
   fmt::print("{}, driver {}, NVRTC {}, SM clock {} MHz; {}\n", machine.device,
              machine.driver.empty() ? "-" : machine.driver, machine.nvrtc.empty() ? "-" : machine.nvrtc,
@@ -110,7 +90,7 @@ void print_row(const KdaRow& row) {
 
 int bench_on_cpu(const KdaBenchArguments& a) {
   const Machine machine = this_machine(command_of(a));
-  KdaJson json(a.json);
+  JsonFile json(a.json, kPlace);
   Progress progress("bench");
   progress.update(0, 1, "memory rates");
   const HostRates rates = host_rates();
@@ -126,7 +106,7 @@ int bench_on_cpu(const KdaBenchArguments& a) {
                         fmt::format("H {} q {} B {}", heads, tokens, requests));
         const KdaRow row = bench_kda_host(bench_of(a, heads, tokens), requests, rates);
         print_row(row);
-        json.add(row, machine);
+        json.add(json_line(row, machine));
       }
   json.publish();
   return 0;
@@ -142,14 +122,14 @@ std::string table_entry_of(const KdaRow& row) {
 }
 
 // Every tactic for every request count. True if some tactic served each.
-bool sweep_key(KdaBench& bench, const Machine& machine, KdaJson& json, std::vector<KdaRow>& winners) {
+bool sweep_key(KdaBench& bench, const Machine& machine, JsonFile& json, std::vector<KdaRow>& winners) {
   constexpr int kFinalists = 3;
   KdaSweep sweep = bench.sweep(kFinalists);
   for (auto& [requests, rows] : sweep.ranking)
     for (KdaRow& row : rows) {
       row.source = &row == &rows.front() ? "sweep, best" : "sweep";
       print_row(row);
-      json.add(row, machine);
+      json.add(json_line(row, machine));
     }
   for (const KdaFailure& failure : sweep.failures)
     fmt::print("    failed: {}: {}\n", to_string(failure.tactic), failure.sentence);
@@ -163,7 +143,7 @@ int bench_on_gpu(const KdaBenchArguments& a, int index) {
   const MeasureDevice device(index);
   if (tactic)
     for (const int tokens : a.tokens) throw_if_error(kda_tactic_valid(*tactic, tokens, device.facts()));
-  KdaJson json(a.json);
+  JsonFile json(a.json, kPlace);
   Machine machine = this_machine(command_of(a));
   Progress progress("bench");
   std::size_t done = 0;
@@ -186,7 +166,7 @@ int bench_on_gpu(const KdaBenchArguments& a, int index) {
       for (const std::int64_t requests : a.requests) {
         const KdaRow row = bench.measure(requests);
         print_row(row);
-        json.add(row, machine);
+        json.add(json_line(row, machine));
       }
     }
   if (!winners.empty()) fmt::print("entries of a tactics file:\n");

@@ -1,23 +1,41 @@
-// twostep: one program for machines with and without a GPU. Exit status: 0 done, 1 failed, 2 usage or bad data.
+// twostep: one program for machines with and without a GPU. Exit status: 0 done, 1 failed, 2 usage or bad data, 3 a
+// search ran out of time.
 #include <CLI/CLI.hpp>
 #include <cstdio>
 #include <exception>
 #include <new>
 #include <string>
+#include <vector>
 
 #include "cli/commands.h"
+#include "core/check.h"
 #include "core/env.h"
 #include "measure/row.h"
 #include "twostep/status.h"
 
 namespace {
 
+// The line for what cannot be parsed. Of an unknown command CLI11 says only that one is required.
+std::string parse_failure(const CLI::App* app, const CLI::Error& error) {
+  std::string place = "twostep";
+  while (!app->get_subcommands().empty()) {
+    app = app->get_subcommands().front();
+    place += " " + app->get_name();
+  }
+  if (app->get_require_subcommand_min() == 0) return std::string("twostep: ") + error.what() + "\n";
+  std::string known;
+  for (const CLI::App* command : app->get_subcommands([](const CLI::App* c) { return !c->get_group().empty(); }))
+    known += (known.empty() ? "" : ", ") + command->get_name();
+  const std::vector<std::string> rest = app->remaining();
+  const std::string given = rest.empty() ? "none" : rest.front();
+  return twostep::refusal(twostep::StatusCode::kInvalidArgument, place, "command", given, known).message() + "\n";
+}
+
 int run(int argc, char** argv) {
   CLI::App app{"twostep: prepared decode kernels for the Kimi K3 family"};
   app.require_subcommand(1);
   app.set_version_flag("--version", "twostep " + twostep::build_version());
-  app.failure_message(
-      [](const CLI::App*, const CLI::Error& error) { return std::string("twostep: ") + error.what() + "\n"; });
+  app.failure_message(parse_failure);
   int exit_code = 0;
   twostep::cli::add_info(app, exit_code);
   twostep::cli::add_why(app, exit_code);

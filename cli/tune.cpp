@@ -40,10 +40,20 @@ bool matches(const GemmCase& item, const std::string& wanted) {
   return wanted == item.layer || wanted == item.name() || item.name().starts_with(wanted + "/");
 }
 
+Shape parse_only(const std::string& text) {
+  try {
+    return parse_shape(kPlace, text);
+  } catch (const Error& error) {
+    Status status = error.status();
+    status.argument = "--only";
+    fail(std::move(status));
+  }
+}
+
 std::vector<std::pair<std::int64_t, std::int64_t>> shapes_of(const TuneOptions& options) {
   std::vector<std::pair<std::int64_t, std::int64_t>> shapes;
   for (const std::string& text : options.only) {
-    const Shape shape = parse_shape(kPlace, text);
+    const Shape shape = parse_only(text);
     shapes.emplace_back(shape.n, shape.k);
   }
   if (!shapes.empty()) return shapes;
@@ -77,21 +87,23 @@ void print_result(const TuneResult& result) {
 // Kernels of the next task are compiled on the worker's host threads while the GPU times the present one.
 class Run {
  public:
-  explicit Run(const TuneOptions& options)
+  Run(const TuneOptions& options, std::vector<TuneTask> tasks)
       : options_(options),
-        tasks_(tune_tasks(shapes_of(options), parse_rows(kPlace, options.rows))),
+        table_(real_path(options.table)),
+        all_(std::move(tasks)),
         client_(
             {"/proc/self/exe", kWorker, "--device", options.device, "--candidates", std::to_string(options.candidates)},
             kAnswerLimit),
         machine_(this_machine(kPlace)),
         facts_(client_.describe(machine_)),
-        state_(options.table + ".state", machine_,
+        in_table_(table_keys(table_, machine_.device)),  // refuses another GPU's file before the state is touched
+        state_(table_ + ".state", machine_,
                options.fresh    ? TuneStart::kFresh
                : options.resume ? TuneStart::kResume
-                                : TuneStart::kNew) {
-    merge_table(options.table, machine_, {});  // refuses another GPU's file before anything is measured
-    all_ = tasks_.size();
-    std::erase_if(tasks_, [&](const TuneTask& task) { return state_.finished(task); });
+                                : TuneStart::kNew,
+               all_),
+        tasks_(open_tasks(all_, state_, in_table_)) {
+    merge_table(table_, machine_, {});  // refuses what cannot be written before anything is measured
   }
 
   int run() {
@@ -104,14 +116,15 @@ class Run {
       next = ahead(done + 1);
       const auto result = tune(
           tasks_[done], now,
-          [&](const TuneTask& task, const std::string& what, bool full) { return client_.time(task, what, full); },
-          state_, [&] { return out_of_time(); });
+          [&](const TuneTask& task, const std::string& what, bool full) { return time(task, what, full); }, state_,
+          [&] { return out_of_time(); });
       if (!result) break;
       keep(*result);
     }
     progress.update(done, std::max<std::size_t>(tasks_.size(), 1));
-    report(done);
-    return failed_ == 0 ? 0 : 1;
+    const bool complete = done == tasks_.size();
+    report(done, complete && failed_ == 0 && state_.close(all_));
+    return !complete ? kOutOfTime : failed_ == 0 ? 0 : 1;
   }
 
  private:
@@ -119,6 +132,14 @@ class Run {
   using Ahead = std::map<std::string, Tactic>;
   // Far above the slowest honest answer: operands of 7 GB are made, and a kernel compiled, in a few seconds.
   static constexpr std::chrono::seconds kAnswerLimit{30};
+  static constexpr int kOutOfTime = 3;  // exit status
+
+  Timed time(const TuneTask& task, const std::string& what, bool full) {
+    Timed timed = client_.time(task, what, full);
+    if (!timed.failure.empty())
+      fmt::print("{}x{} rows {}: {} failed: {}\n", task.n, task.k, task.rows, what, timed.failure);
+    return timed;
+  }
 
   Ahead ahead(std::size_t index) {
     if (index >= tasks_.size()) return {};
@@ -137,17 +158,17 @@ class Run {
       ++failed_;
       return;
     }
-    merge_table(options_.table, machine_, {result.entry()});
+    merge_table(table_, machine_, {result.entry()});
     state_.add(result);
     ++verdicts_[static_cast<std::size_t>(verdict_of(result.chain()))];
   }
 
-  void report(std::size_t done) const {
+  void report(std::size_t done, bool state_removed) const {
     fmt::print("{}, driver {}, NVRTC {}: {} of {} entries, {} of them now in {:.0f} s; worker started {} times\n",
-               machine_.device, machine_.driver, machine_.nvrtc, all_ - tasks_.size() + done - failed_, all_,
-               done - failed_, elapsed(), client_.starts());
-    fmt::print("early chain against cuBLAS: {} wins, {} ties, {} losses; {} tactics failed: {}\n", verdicts_[0],
-               verdicts_[1], verdicts_[2], state_.num_failed(), options_.table + ".state");
+               machine_.device, machine_.driver, machine_.nvrtc, all_.size() - tasks_.size() + done - failed_,
+               all_.size(), done - failed_, elapsed(), client_.starts());
+    fmt::print("early chain against cuBLAS: {} wins, {} ties, {} losses; {} tactics failed{}\n", verdicts_[0],
+               verdicts_[1], verdicts_[2], state_.num_failed(), state_removed ? "" : ": " + table_ + ".state");
     if (done < tasks_.size()) fmt::print("out of time: go on with --resume\n");
   }
 
@@ -163,21 +184,27 @@ class Run {
 
   const TuneOptions& options_;
   const Clock::time_point start_ = Clock::now();
-  std::vector<TuneTask> tasks_;
+  const std::string table_;
+  const std::vector<TuneTask> all_;
   TuneClient client_;
   Machine machine_;
   DeviceFacts facts_;
+  const std::set<TableKey> in_table_;
   TuneState state_;
-  std::size_t all_ = 0;
+  std::vector<TuneTask> tasks_;  // of all_, those to be measured
   std::size_t failed_ = 0;
   std::array<int, 4> verdicts_{};  // by Verdict
 };
 
-int device_index(const TuneOptions& options) {
-  const std::optional<int> index = parse_device(kPlace, options.device);
-  if (!index)
-    fail(StatusCode::kUnsupported, kPlace, "--device", options.device, "a GPU", "the CPU backend has no tactics");
-  return *index;
+int device_index(const std::string& text) {
+  const auto index = text.starts_with("cuda:") ? parse_number(std::string_view(text).substr(5), 0) : std::nullopt;
+  if (!index || *index > 255)
+    fail(StatusCode::kInvalidArgument, kPlace, "--device", text, "cuda:0, cuda:1, ..", "only GPUs have tactics");
+#if TWOSTEP_CUDA
+  return parse_device(kPlace, text).value();
+#else
+  fail(StatusCode::kUnavailable, kPlace, "--device", text, "a GPU", "this build has no GPU rooms");
+#endif
 }
 
 void add_worker(CLI::App& app, int& exit_code) {
@@ -186,7 +213,7 @@ void add_worker(CLI::App& app, int& exit_code) {
   worker->add_option("--device", options->device)->required();
   worker->add_option("--candidates", options->candidates)->required();
   worker->callback([options, &exit_code] {
-    const int index = device_index(*options);
+    const int index = device_index(options->device);
 #if TWOSTEP_CUDA
     exit_code = serve_tuning(index, options->candidates, std::cin, std::cout) ? 0 : 1;
 #else
@@ -214,14 +241,17 @@ void add_tune(CLI::App& app, int& exit_code) {
       ->check(CLI::Range(1, 10000))
       ->capture_default_str();
   tune->add_option("--time-limit", options->time_limit_s,
-                   "Seconds after which the run ends with what is finished; 0: none")
-      ->check(CLI::NonNegativeNumber)
+                   "Seconds after which the run ends, with exit status 3 and what is finished; 0: none")
+      ->check(CLI::Range(0, 86400))
       ->capture_default_str();
   auto* resume = tune->add_flag("--resume", options->resume, "Go on where a run on this table stopped");
   tune->add_flag("--fresh", options->fresh, "Measure all again")->excludes(resume);
   tune->callback([options, &exit_code] {
-    device_index(*options);
-    exit_code = Run(*options).run();
+    if (options->table.empty())
+      fail(StatusCode::kInvalidArgument, kPlace, "--gpu-table", "\"\"", "a file: tactics/<gpu>.json");
+    std::vector<TuneTask> tasks = tune_tasks(shapes_of(*options), parse_rows(kPlace, options->rows));
+    device_index(options->device);  // last: it asks the driver
+    exit_code = Run(*options, std::move(tasks)).run();
   });
   add_worker(app, exit_code);
 }

@@ -9,8 +9,11 @@ namespace {
 
 constexpr std::int64_t kMostStride = std::int64_t{1} << 40;  // elements: no real view is wider
 constexpr std::int64_t kWarpAlign = 16;                      // bytes: bulk copies and vector stores move 16 at a time
+constexpr std::int64_t kTmaStride = std::int64_t{1} << 39;   // elements: a TMA pitch is below 2^40 bytes
 
 std::uintptr_t address(const void* data) { return reinterpret_cast<std::uintptr_t>(data); }
+
+bool tma_stride(std::int64_t row_stride) { return row_stride % 8 == 0 && row_stride < kTmaStride; }
 
 // One past the last byte that a matrix touches.
 std::uintptr_t end_of(const MatrixView& v, std::int64_t row_pitch) {
@@ -160,7 +163,7 @@ Status check_operands(const Weight& weight, const TensorView& x, const TensorVie
 
 WhyCode warp_takes_operands(const TensorView& x, const TensorView& out) {
   const auto xm = matrix_of(x);
-  if (address(xm.data) % kWarpAlign != 0 || (xm.rows > 1 && xm.row_stride % 8 != 0)) return WhyCode::kXLayout;
+  if (address(xm.data) % kWarpAlign != 0 || (xm.rows > 1 && !tma_stride(xm.row_stride))) return WhyCode::kXLayout;
   const auto om = matrix_of(out);
   if (address(om.data) % kWarpAlign != 0 || (om.rows > 1 && om.row_stride % 8 != 0)) return WhyCode::kOutLayout;
   return WhyCode::kNone;
@@ -177,10 +180,10 @@ FallbackReason warp_takes_weight(const Weight& weight, int weight_align) {
             fmt::format("K = {} is not a multiple of 64; the warp kernel takes 64 columns at a time; pad x and weight "
                         "with zero columns",
                         weight.k)};
-  if (weight.transposed || (weight.n > 1 && weight.row_stride % 8 != 0))
+  if (weight.transposed || (weight.n > 1 && !tma_stride(weight.row_stride)))
     return {WhyCode::kWeightLayout,
             fmt::format("weight strides ({}, {}); the warp kernel takes rows of contiguous columns, a multiple of 8 "
-                        "apart; make the weight contiguous",
+                        "and less than 2^39 apart; make the weight contiguous",
                         weight.view.stride[0], weight.view.stride[1])};
   if (address(weight.view.data) % weight_align != 0)
     return {WhyCode::kWeightAlignment,
@@ -195,8 +198,8 @@ std::string sentence_of(WhyCode code, const TensorView& x, const TensorView& out
   const TensorView& view = is_x ? x : out;
   return fmt::format(
       "{0} at {1:#x} with row stride {2}; the warp kernel takes 16-byte aligned rows a multiple of 8 "
-      "apart; align {0}",
-      is_x ? "x" : "out", address(view.data), view.stride[0]);
+      "{3}apart; align {0}",
+      is_x ? "x" : "out", address(view.data), view.stride[0], is_x ? "and less than 2^39 " : "");
 }
 
 std::string rows_sentence(int m) {

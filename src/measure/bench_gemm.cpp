@@ -2,35 +2,17 @@
 
 #include <fmt/format.h>
 
-#include <algorithm>
-#include <atomic>
-#include <thread>
-
 #include "core/check.h"
-#include "gemm/cublas.h"
-#include "gemm/warp.h"
-#include "measure/table_file.h"
 
 namespace twostep {
 namespace {
 
+constexpr const char* kPlace = "measure.bench_gemm";
 constexpr std::uint64_t kSeed = 1;
 
-// Fills the disk and memory cache of the jit room. A failure shows again, with its sentence, when the kernel is
-// loaded.
-void compile_all(const std::vector<Candidate>& candidates, int m, std::int64_t n, std::int64_t k, int arch) {
-  std::atomic<std::size_t> next{0};
-  const auto work = [&] {
-    for (std::size_t i = next++; i < candidates.size(); i = next++) {
-      try {
-        (void)build_cubin(compile_request(warp_kernel_text(m, n, k, candidates[i].tactic), arch));
-      } catch (const Error&) {
-      }
-    }
-  };
-  std::vector<std::thread> threads;
-  for (unsigned t = 0; t < std::max(1u, std::thread::hardware_concurrency()); ++t) threads.emplace_back(work);
-  for (auto& thread : threads) thread.join();
+void refuse_wrong(const ValueErrors& errors, const std::string& what) {
+  if (auto rule = broken_rule(errors, Data::kNormal); !rule.empty())
+    fail(StatusCode::kInternal, kPlace, what, rule, "values within 1.4", "run twostep check gemm");
 }
 
 }  // namespace
@@ -48,26 +30,19 @@ GemmBench::GemmBench(const MeasureDevice& device, std::int64_t n, std::int64_t k
       out_(static_cast<std::size_t>(ring_.weights * max_rows * n) * 2),
       timer_(device, ring_.launches) {
   if (n % 8 != 0 || k % 8 != 0)
-    fail(StatusCode::kUnsupported, "measure.bench_gemm", "shape", fmt::format("({}, {})", n, k), "multiples of 8",
+    fail(StatusCode::kUnsupported, kPlace, "shape", fmt::format("({}, {})", n, k), "multiples of 8",
          "such shapes are served by cuBLAS alone");
   values_.set_data(Data::kNormal, kSeed);
-  weights_.push_back(values_.weight());
+  weights_.push_back(check_weight(values_.weight(), kPlace));
   for (int i = 1; i < ring_.weights; ++i) {
     auto* data = static_cast<std::uint16_t*>(more_weights_.data()) + (i - 1) * n * k;
     device.fill(data, n, k, k, operand_base("weight", kSeed + static_cast<std::uint64_t>(i)), Data::kNormal,
                 weight_scale(k));
-    weights_.push_back(TensorView::matrix(data, n, k, device.device()));
+    weights_.push_back(check_weight(TensorView::matrix(data, n, k, device.device()), kPlace));
   }
   device.fill(x_.data(), ring_.weights * max_rows, k, k, operand_base("x", kSeed), Data::kNormal, x_scale());
   device.synchronize();
-  for (const TensorView& weight : weights_) pieces_.push_back({weight.data, 2 * n * k});
-}
-
-// A plan for each weight: one plan that rotates would count rebinds, and its launches would not load early.
-void GemmBench::prepare(std::vector<DraftGemm>& plans, int rows, const Options& options) const {
-  if (plans.empty())
-    for (const TensorView& weight : weights_) plans.emplace_back(weight, options);
-  for (DraftGemm& plan : plans) plan.prepare(rows, device_.stream());
+  for (const Weight& weight : weights_) pieces_.push_back({weight.view.data, 2 * n * k});
 }
 
 template <class Product>
@@ -82,8 +57,42 @@ ChainTimer::Enqueue GemmBench::rotate(int rows, Product product) const {
   };
 }
 
+ChainTimer::Enqueue GemmBench::rotate_cublas(int rows) {
+  const Weight& first = weights_.front();
+  if (!cublas_) cublas_.emplace(device_.ordinal(), first, Options{}.workspace_limit);
+  cublas_->prepare(rows, first);
+  cublas_->make_workspace(device_.stream());
+  if (!cublas_->has_workspace(device_.stream(), true))
+    fail(StatusCode::kOutOfMemory, kPlace, "workspace", "none", "memory for cuBLAS as a plan has it");
+  return rotate(rows, [this](std::size_t i, const TensorView& x, const TensorView& out, Stream stream) {
+    cublas_->run(weights_[i], x, out, stream, true, true, counters_);
+  });
+}
+
+Summary GemmBench::tactic(const Tactic& tactic, int rows, Replays replays) {
+  // A plan for each weight: a plan that is rebound does not load early.
+  std::vector<PreparedWarpSplitK> plans;
+  for (const Weight& weight : weights_) plans.emplace_back(weight.view, std::map<int, Tactic>{{rows, tactic}});
+  const auto product = [&](const TensorView& x, const TensorView& out, Stream stream) {
+    plans.front().run(x, out, stream);
+  };
+  refuse_wrong(values_.judge(product, rows, packed_placement(n_, k_)), to_string(tactic));
+  return timer_.early(rotate(rows, [&](std::size_t i, const TensorView& x, const TensorView& out,
+                                       Stream stream) { plans[i].run(x, out, stream); }),
+                      replays);
+}
+
+Summary GemmBench::cublas(int rows, Replays replays) { return timer_.early(rotate_cublas(rows), replays); }
+
+Summary GemmBench::limit(Replays replays) {
+  if (early_limit_.kept == 0) early_limit_ = early_read_limit(timer_, pieces_, replays);
+  return early_limit_;
+}
+
 BenchRow GemmBench::measure(int rows, bool isolated, Replays replays) {
-  prepare(ours_, rows, options_);
+  if (ours_.empty())
+    for (const Weight& weight : weights_) ours_.emplace_back(weight.view, options_);
+  for (DraftGemm& plan : ours_) plan.prepare(rows, device_.stream());
   DraftGemm& first = ours_.front();
   BenchRow row;
   row.n = n_;
@@ -101,76 +110,25 @@ BenchRow GemmBench::measure(int rows, bool isolated, Replays replays) {
       if (key.name.find(bucket) != std::string::npos) row.key = key.hash;
   }
   row.values = values_.run(first, rows, packed_placement(n_, k_)).errors;
-  if (auto rule = broken_rule(row.values, Data::kNormal); !rule.empty())
-    fail(StatusCode::kInternal, "measure.bench_gemm", to_string(weights_.front()), rule, "values within 1.4",
-         "run twostep check gemm");
+  refuse_wrong(row.values, to_string(weights_.front().view));
 
+  const ChainTimer::Enqueue ours = rotate(rows, [this](std::size_t i, const TensorView& x, const TensorView& out,
+                                                       Stream stream) { ours_[i].run(x, out, stream); });
+  ChainTimer::Enqueue baseline;  // none without cuBLAS
   if (cublas_status().ok()) {
-    Options fallback;
-    fallback.warp = false;
-    prepare(cublas_, rows, fallback);
     row.baseline = "cuBLASLt " + cublas_version();
+    baseline = rotate_cublas(rows);
   }
-  const auto on = [&](std::vector<DraftGemm>& plans) {
-    return rotate(rows, [&plans](std::size_t i, const TensorView& x, const TensorView& out, Stream stream) {
-      plans[i].run(x, out, stream);
-    });
-  };
-  if (early_limit_.kept == 0) early_limit_ = early_read_limit(timer_, pieces_, replays);
-  Chain early{"early", timer_.early(on(ours_), replays), {}, early_limit_};
-  if (!cublas_.empty()) early.baseline = timer_.early(on(cublas_), replays);
+  const Summary early_limit = limit(replays);
+  Chain early{"early", timer_.early(ours, replays), {}, early_limit};
+  if (baseline) early.baseline = timer_.early(baseline, replays);
   row.chains.push_back(early);
   if (!isolated) return row;
   if (isolated_limit_.kept == 0) isolated_limit_ = isolated_read_limit(timer_, pieces_, replays);
-  Chain alone{"isolated", timer_.isolated(on(ours_), replays), {}, isolated_limit_};
-  if (!cublas_.empty()) alone.baseline = timer_.isolated(on(cublas_), replays);
+  Chain alone{"isolated", timer_.isolated(ours, replays), {}, isolated_limit_};
+  if (baseline) alone.baseline = timer_.isolated(baseline, replays);
   row.chains.push_back(alone);
   return row;
-}
-
-std::vector<Candidate> GemmBench::sweep(int rows, int count, int finalists) {
-  constexpr Replays kScreening{1, 5};
-  std::vector<Candidate> all;
-  for (const Tactic& tactic : sweep_candidates(rows, n_, k_, device_.facts(), count)) {
-    Candidate candidate;
-    candidate.tactic = tactic;
-    candidate.model_us = model_us(tactic, rows, n_, k_, device_.facts());
-    all.push_back(candidate);
-  }
-  compile_all(all, rows, n_, k_, device_.facts().arch);
-
-  const auto time = [&](const Tactic& tactic, Replays replays) {
-    std::vector<PreparedWarpSplitK> plans;
-    for (const TensorView& weight : weights_) plans.emplace_back(weight, std::map<int, Tactic>{{rows, tactic}});
-    const ValueErrors errors = values_.judge(
-        [&](const TensorView& x, const TensorView& out, Stream stream) { plans.front().run(x, out, stream); }, rows,
-        packed_placement(n_, k_));
-    if (auto rule = broken_rule(errors, Data::kNormal); !rule.empty())
-      fail(StatusCode::kInternal, "measure.sweep", "values", rule, "values within 1.4");
-    return timer_.early(rotate(rows, [&plans](std::size_t i, const TensorView& x, const TensorView& out,
-                                              Stream stream) { plans[i].run(x, out, stream); }),
-                        replays);
-  };
-  for (Candidate& candidate : all) {
-    try {
-      candidate.screening = time(candidate.tactic, kScreening);
-    } catch (const Error& error) {
-      device_.synchronize();  // throws where the context is lost: no later time would be true
-      candidate.failure = error.what();
-    }
-  }
-  const auto rank = [](const Candidate& a, const Candidate& b) {
-    if (a.failure.empty() != b.failure.empty()) return a.failure.empty();
-    if ((a.full.kept > 0) != (b.full.kept > 0)) return a.full.kept > 0;
-    return a.full.kept > 0 ? a.full.median < b.full.median : a.screening.median < b.screening.median;
-  };
-  std::stable_sort(all.begin(), all.end(), rank);
-  for (int i = 0; i < finalists && i < static_cast<int>(all.size()); ++i) {
-    Candidate& candidate = all[static_cast<std::size_t>(i)];
-    if (candidate.failure.empty()) candidate.full = time(candidate.tactic, {});
-  }
-  std::stable_sort(all.begin(), all.end(), rank);
-  return all;
 }
 
 void GemmBench::describe_under_load(Machine& machine) const {

@@ -3,9 +3,13 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <nlohmann/json.hpp>
 #include <random>
 #include <set>
 #include <thread>
+#include <tuple>
+
+#include "core/embedded.h"
 
 namespace twostep {
 namespace {
@@ -37,6 +41,15 @@ void prepare_all(DraftGemm& plan, const std::vector<int>& rows) {
   for (auto& thread : threads) thread.join();
 }
 
+// Keeps what a run shows of the bounds. Empty, or the rule that it broke.
+std::string judge(CheckReport& report, const ValueErrors& errors, Data data) {
+  if (data == Data::kNormal) {
+    report.worst = std::max(report.worst, errors.worst);
+    report.norm = std::max(report.norm, errors.norm);
+  }
+  return broken_rule(errors, data);
+}
+
 std::string check_row(ValueCase& values, Served& served, int m, Data data, std::uint64_t seed, CheckReport& report) {
   try {
     served.plan.prepare(m);
@@ -49,11 +62,7 @@ std::string check_row(ValueCase& values, Served& served, int m, Data data, std::
     if (aligned(at, m) && run.said != served.plan.kind(m))
       return fmt::format("kind(m) is {}, {} took aligned operands", kind_name(served.plan.kind(m)),
                          kind_name(run.said));
-    if (data == Data::kNormal) {
-      report.worst = std::max(report.worst, run.errors.worst);
-      report.norm = std::max(report.norm, run.errors.norm);
-    }
-    return broken_rule(run.errors, data);
+    return judge(report, run.errors, data);
   } catch (const Error& error) {
     return error.what();
   }
@@ -108,6 +117,48 @@ CheckReport check_shape(ValueCase& values, const std::vector<int>& rows, std::ui
       for (const int m : served.rows)
         if (auto sentence = check_row(values, served, m, data, seed, report); !sentence.empty())
           report.failures.push_back({m, data, served.name, std::move(sentence)});
+  }
+  return report;
+}
+
+std::vector<TableEntry> table_entries(const DeviceFacts& facts) {
+  std::set<std::tuple<std::int64_t, std::int64_t, int>> keys;
+  for (const EmbeddedText& file : embedded_tactics()) {
+    const auto table = nlohmann::json::parse(file.text);
+    if (table.at("gpu") != facts.name) continue;
+    for (const auto& entry : table.at("entries"))
+      keys.emplace(entry.at("n").get<std::int64_t>(), entry.at("k").get<std::int64_t>(), entry.at("rows").get<int>());
+  }
+  std::vector<TableEntry> entries;
+  for (const auto& [n, k, rows] : keys) entries.push_back(table_entry(rows, n, k, facts).value());
+  return entries;
+}
+
+std::vector<int> rows_of_entry(const TableEntry& entry) {
+  const std::set<int> rows{1, std::max(1, entry.rows - kRowBucket + 1), entry.rows};
+  return {rows.begin(), rows.end()};
+}
+
+CheckReport check_tactic(ValueCase& values, const std::vector<int>& rows, std::uint64_t seed, const RunTactic& run) {
+  CheckReport report;
+  const std::int64_t n = values.weight().shape[0], k = values.weight().shape[1];
+  const auto failure = [&](int m, Data data) -> std::string {
+    const Placement placement = placement_of(n, k, m, seed);
+    try {
+      const ValueErrors errors = run(m, aligned(placement, m) ? placement : packed_placement(n, k));
+      ++report.runs;
+      ++report.warp_runs;
+      return judge(report, errors, data);
+    } catch (const Error& error) {
+      return error.what();
+    }
+  };
+  for (const Data data : {Data::kNormal, Data::kIntegers}) {
+    values.set_data(data, seed);
+    for (const int m : rows)
+      if (auto sentence = failure(m, data); !sentence.empty())
+        report.failures.push_back({m, data, "tactic", std::move(sentence)});
+    if (!report.failures.empty()) break;
   }
   return report;
 }

@@ -2,9 +2,11 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <vector>
 
+#include "gemm/tactics.h"
 #include "measure/values.h"
 
 namespace twostep {
@@ -19,7 +21,7 @@ Placement placement_of(std::int64_t n, std::int64_t k, int m, std::uint64_t seed
 struct CheckFailure {
   int m = 0;
   Data data = Data::kNormal;
-  std::string route;     // "served", "cublas", "pinned to warp"
+  std::string route;     // "served", "cublas", "pinned to warp"; "tactic" of check_tactic
   std::string sentence;  // what is wrong
 };
 
@@ -35,5 +37,19 @@ struct CheckReport {
 // the warp kernel where the table prefers cuBLAS. Asserts that what ran is what kind() said. A thrown Error is a
 // failure of its row count.
 CheckReport check_shape(ValueCase& values, const std::vector<int>& rows, std::uint64_t seed);
+
+// Every entry of the embedded table of this GPU, by shape and rows.
+std::vector<TableEntry> table_entries(const DeviceFacts& facts);
+
+// The row counts that its tactic is checked at: both ends of its bucket, and one row, which it serves where no entry
+// is smaller.
+std::vector<int> rows_of_entry(const TableEntry& entry);
+
+// Multiplies the m first rows of the case's x on one tactic, operands placed as said, and judges them.
+using RunTactic = std::function<ValueErrors(int m, const Placement& placement)>;
+
+// The rules of check_shape for one tactic. Operands lie as placement_of says, or packed where the warp kernel does not
+// take that. Ends with the first kind of data that fails: a kernel that faulted takes the device with it.
+CheckReport check_tactic(ValueCase& values, const std::vector<int>& rows, std::uint64_t seed, const RunTactic& run);
 
 }  // namespace twostep

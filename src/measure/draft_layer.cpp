@@ -84,6 +84,7 @@ ValueErrors check_values(const MeasureDevice& device, const std::vector<ChainLin
     all.norm = std::max(all.norm, errors.norm);
     all.elements += errors.elements;
     all.wrong_bits += errors.wrong_bits;
+    all.nans += errors.nans;
   }
   return all;
 }

@@ -69,14 +69,18 @@ void LineWorker::stop() {
   received_.clear();
 }
 
-bool LineWorker::send(const std::string& line) const {
-  for (std::size_t sent = 0; sent < line.size();) {
-    const ssize_t count = ::send(socket_, line.data() + sent, line.size() - sent, MSG_NOSIGNAL);
-    if (count < 0 && errno == EINTR) continue;
-    if (count <= 0) return false;
-    sent += static_cast<std::size_t>(count);
+bool LineWorker::ready(short events, Clock::time_point deadline) const {
+  for (;;) {
+    const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now());
+    pollfd waiting{socket_, events, 0};
+    const int count = left.count() > 0 ? ::poll(&waiting, 1, static_cast<int>(left.count())) : 0;
+    if (count >= 0 || errno != EINTR) return count != 0;
   }
-  return true;
+}
+
+LineWorker::Reply LineWorker::hung() {
+  stop();
+  return {{}, fmt::format("no answer within {:g} s", std::chrono::duration<double>(limit_).count())};
 }
 
 std::string LineWorker::reap() {
@@ -95,22 +99,22 @@ std::string LineWorker::reap() {
 
 LineWorker::Reply LineWorker::ask(const std::string& line) {
   if (pid_ < 0) start();
-  if (!send(line + "\n")) return {{}, reap()};
   const auto deadline = Clock::now() + limit_;
+  const std::string message = line + "\n";
+  for (std::size_t sent = 0; sent < message.size();) {
+    if (!ready(POLLOUT, deadline)) return hung();
+    const ssize_t count = ::send(socket_, message.data() + sent, message.size() - sent, MSG_NOSIGNAL | MSG_DONTWAIT);
+    if (count < 0 && (errno == EINTR || errno == EAGAIN)) continue;
+    if (count <= 0) return {{}, reap()};
+    sent += static_cast<std::size_t>(count);
+  }
   for (;;) {
     if (const auto end = received_.find('\n'); end != std::string::npos) {
       Reply reply{received_.substr(0, end), {}};
       received_.erase(0, end + 1);
       return reply;
     }
-    const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now());
-    pollfd waiting{socket_, POLLIN, 0};
-    const int ready = left.count() > 0 ? ::poll(&waiting, 1, static_cast<int>(left.count())) : 0;
-    if (ready < 0 && errno == EINTR) continue;
-    if (ready == 0) {
-      stop();
-      return {{}, fmt::format("no answer within {:g} s", std::chrono::duration<double>(limit_).count())};
-    }
+    if (!ready(POLLIN, deadline)) return hung();
     std::array<char, 4096> buffer;
     const ssize_t count = ::recv(socket_, buffer.data(), buffer.size(), 0);
     if (count < 0 && errno == EINTR) continue;

@@ -12,7 +12,7 @@ namespace twostep {
 
 class LineWorker {
  public:
-  // command[0] is the file that is run. An answer must come within `limit`.
+  // command[0] is the file that is run. A line must be taken and answered within `limit`.
   LineWorker(std::vector<std::string> command, std::chrono::milliseconds limit);
   LineWorker(const LineWorker&) = delete;
   LineWorker& operator=(const LineWorker&) = delete;
@@ -31,7 +31,8 @@ class LineWorker {
 
  private:
   void start();
-  bool send(const std::string& line) const;
+  bool ready(short events, std::chrono::steady_clock::time_point deadline) const;  // false: not by then
+  Reply hung();
   std::string reap();  // how it ended
 
   std::vector<std::string> command_;

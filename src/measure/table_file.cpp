@@ -1,14 +1,13 @@
 #include "measure/table_file.h"
 
 #include <fmt/format.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <filesystem>
 #include <fstream>
 #include <map>
 #include <nlohmann/json.hpp>
-#include <sstream>
-#include <tuple>
 
 #include "core/check.h"
 
@@ -16,9 +15,10 @@ namespace twostep {
 namespace {
 
 using Json = nlohmann::ordered_json;
-using EntryKey = std::tuple<std::int64_t, std::int64_t, int>;
 
-EntryKey key_of(const Json& entry) {
+constexpr const char* kPlace = "measure.merge_table";
+
+TableKey key_of(const Json& entry) {
   return {entry.at("n").get<std::int64_t>(), entry.at("k").get<std::int64_t>(), entry.at("rows").get<int>()};
 }
 
@@ -51,19 +51,25 @@ Json entry_json(const MeasuredEntry& measured) {
           {"runner_up_us", hundredths(measured.runner_up_us)}};
 }
 
-// An existing table, or an empty one.
+// An existing table, or an empty one. What is there and cannot be read must not be taken for empty and written over.
 Json read_table(const std::string& path, const std::string& gpu) {
+  std::error_code failed;
+  const bool there = std::filesystem::exists(path, failed);
+  if (!there && !failed) return {{"gpu", gpu}, {"entries", Json::array()}};
   std::ifstream file(path);
-  if (!file) return {{"gpu", gpu}, {"entries", Json::array()}};
+  std::string text;
+  std::getline(file, text, '\0');
+  if (failed || !file.is_open() || file.bad())
+    fail(StatusCode::kUnavailable, kPlace, path, failed ? failed.message() : "not readable", "a file that can be read");
   try {
-    Json json = Json::parse(file);
+    Json json = Json::parse(text);
     if (json.at("gpu") != gpu)
-      fail(StatusCode::kDataError, "measure.merge_table", path, json.at("gpu").get<std::string>(), gpu,
+      fail(StatusCode::kDataError, kPlace, path, json.at("gpu").get<std::string>(), gpu,
            "write each GPU model to a file of its own");
     for (const Json& entry : json.at("entries")) (void)key_of(entry);
     return json;
   } catch (const nlohmann::json::exception& error) {
-    fail(StatusCode::kDataError, "measure.merge_table", path, error.what(), "a table of tactics");
+    fail(StatusCode::kDataError, kPlace, path, error.what(), "a table of tactics");
   }
 }
 
@@ -88,28 +94,46 @@ std::vector<Tactic> sweep_candidates(int m, std::int64_t n, std::int64_t k, cons
   std::map<std::tuple<Mma, WeightLoad, int, bool>, int> of_kind;
   std::map<std::tuple<Mma, WeightLoad, int, int, int, int, int, int>, int> of_family;  // all but the stages
   constexpr int kOfFamily = 2;
-  std::vector<Tactic> chosen, rest;
-  std::map<Mma, int> of_mma;  // half of the rest for each family: the model does not compare them well
+  std::vector<Tactic> chosen, others;
   for (const auto& [us, t] : ranked) {
     int& family = of_family[{t.mma, t.weight_load, t.tile_n, t.tile_k, t.k_slices, t.warps, t.cluster_n, t.cluster_k}];
     if (family++ >= kOfFamily) continue;
     const bool cluster = t.cluster_n * t.cluster_k > 1;
-    if (of_kind[{t.mma, t.weight_load, t.tile_n, cluster}]++ == 0) chosen.push_back(t);
-    else if (of_mma[t.mma]++ < count / 2) rest.push_back(t);
+    (of_kind[{t.mma, t.weight_load, t.tile_n, cluster}]++ == 0 ? chosen : others).push_back(t);
   }
-  for (std::size_t i = 0; i < rest.size() && static_cast<int>(chosen.size()) < count; ++i) chosen.push_back(rest[i]);
+  // Half of what is left for each mma, which the model does not compare well; then what one of them could not fill.
+  const int half = (count - static_cast<int>(chosen.size()) + 1) / 2;
+  std::map<Mma, int> of_mma;
+  std::vector<Tactic> more;
+  for (const Tactic& t : others) (of_mma[t.mma]++ < half ? chosen : more).push_back(t);
+  chosen.insert(chosen.end(), more.begin(), more.end());
+  chosen.resize(std::min(chosen.size(), static_cast<std::size_t>(count)));
   return chosen;
 }
 
-void merge_table(const std::string& path, const Machine& machine, const std::vector<MeasuredEntry>& measured) {
+std::set<TableKey> table_keys(const std::string& path, const std::string& gpu) {
+  std::set<TableKey> keys;
+  const Json table = read_table(path, gpu);
+  for (const Json& entry : table.at("entries")) keys.insert(key_of(entry));
+  return keys;
+}
+
+std::string real_path(const std::string& path) {
+  std::error_code error;
+  const auto real = std::filesystem::weakly_canonical(path, error);
+  return error ? path : real.string();  // what cannot be followed cannot be read, which says why
+}
+
+void merge_table(const std::string& link, const Machine& machine, const std::vector<MeasuredEntry>& measured) {
+  const std::string path = real_path(link);
   Json table = read_table(path, machine.device);
-  std::map<EntryKey, Json> entries;
+  std::map<TableKey, Json> entries;
   for (const Json& entry : table["entries"]) entries.emplace(key_of(entry), entry);
   for (const MeasuredEntry& entry : measured) {
     Json json = entry_json(entry);
     json["measured"] = {
         {"date", machine.date}, {"commit", machine.commit}, {"driver", machine.driver}, {"nvrtc", machine.nvrtc}};
-    const EntryKey key = key_of(json);
+    const TableKey key = key_of(json);
     entries[key] = std::move(json);
   }
   table["entries"] = Json::array();
@@ -122,7 +146,7 @@ void merge_table(const std::string& path, const Machine& machine, const std::vec
     separator = ", ";
   }
   text += "}\n";
-  const std::string temporary = path + ".tmp";
+  const std::string temporary = fmt::format("{}.{}.tmp", path, ::getpid());
   std::ofstream(temporary) << text << std::flush;
   std::error_code error;
   if (std::filesystem::file_size(temporary, error) == text.size()) std::filesystem::rename(temporary, path, error);
@@ -130,7 +154,7 @@ void merge_table(const std::string& path, const Machine& machine, const std::vec
   if (error) {
     std::error_code ignored;
     std::filesystem::remove(temporary, ignored);
-    fail(StatusCode::kUnavailable, "measure.merge_table", path, error.message(), "a file that can be written");
+    fail(StatusCode::kUnavailable, kPlace, path, error.message(), "a file that can be written");
   }
 }
 

@@ -1,14 +1,22 @@
 #include "measure/tune.h"
 
+#include <fcntl.h>
 #include <fmt/format.h>
+#include <sys/file.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <array>
+#include <cerrno>
 #include <cmath>
-#include <filesystem>
+#include <cstring>
 #include <nlohmann/json.hpp>
 #include <sstream>
 
 #include "core/check.h"
+#include "core/embedded.h"
+#include "core/hash.h"
 #include "gemm/contract.h"
 
 namespace twostep {
@@ -33,10 +41,11 @@ std::vector<TuneTask> tune_tasks(const std::vector<std::pair<std::int64_t, std::
                                  const std::vector<int>& rows) {
   std::vector<TuneTask> tasks;
   std::set<TuneTask> seen;
+  constexpr std::int64_t kMostN = std::int64_t{1} << 30;  // as tactic_valid has it
   for (const auto& [n, k] : shapes) {
-    if (!warp_eligible(n, k))
+    if (!warp_eligible(n, k) || n >= kMostN)
       fail(StatusCode::kInvalidArgument, kPlace, "shape", fmt::format("{},{}", n, k),
-           "N a multiple of 16 and K a multiple of 64", "others are served by cuBLAS and have no tactics");
+           "N a multiple of 16 below 2^30 and K a multiple of 64", "others are served by cuBLAS and have no tactics");
     for (const int m : rows) {
       if (m < 1 || m > kMaxWarpRows)
         fail(StatusCode::kInvalidArgument, kPlace, "rows", std::to_string(m), fmt::format("1 to {}", kMaxWarpRows),
@@ -132,7 +141,10 @@ Timed TuneClient::time(const TuneTask& task, const std::string& what, bool full)
   request.time = what;
   request.full = full;
   const nlohmann::json json = ask(request, &timed.failure);
-  if (!timed.failure.empty()) return timed;
+  if (!timed.failure.empty()) {
+    if (const auto code = json.find("code"); code != json.end() && code->is_string()) timed.code = *code;
+    return timed;
+  }
   try {
     json.at("median_us").get_to(timed.time.median);
     json.at("p10_us").get_to(timed.time.p10);
@@ -180,12 +192,26 @@ std::optional<TuneResult> tune(const TuneTask& task, const std::map<std::string,
                                const TimeOne& time, TuneState& state, const std::function<bool()>& out_of_time) {
   TuneResult result;
   result.task = task;
+  std::vector<std::pair<std::string, std::string>> held;  // failed tactics and why, since something last ran
+  const auto keep_failures = [&] {
+    for (const auto& [name, reason] : held) state.add_failure(task, name, reason);
+    held.clear();
+  };
+  bool ran = false;
+  std::string last_failure;
   const auto time_tactic = [&](const std::string& name, bool full) -> std::optional<Summary> {
     const Timed timed = time(task, name, full);
-    if (timed.failure.empty()) return timed.time;
-    state.add_failure(task, name, timed.failure);
-    ++result.failed;
-    return std::nullopt;
+    const bool right = timed.failure.empty();
+    if (!right) {
+      ++result.failed;
+      last_failure = timed.failure;
+      if (timed.code != code_name(StatusCode::kOutOfMemory)) held.emplace_back(name, timed.failure);
+    }
+    if (right || timed.code == code_name(StatusCode::kInternal)) {  // a kernel of wrong values has run, too
+      ran = true;
+      keep_failures();
+    }
+    return right ? std::optional(timed.time) : std::nullopt;
   };
   std::vector<std::pair<double, std::string>> screened;
   for (const auto& [name, tactic] : candidates) {
@@ -201,6 +227,9 @@ std::optional<TuneResult> tune(const TuneTask& task, const std::map<std::string,
     if (const auto summary = time_tactic(name, true)) result.finalists.push_back({candidates.at(name), *summary});
   }
   rank(result.finalists);
+  if (!ran && result.failed > 0)
+    fail(StatusCode::kUnavailable, kPlace, fmt::format("{}x{} rows {}", task.n, task.k, task.rows), last_failure,
+         "a GPU on which one tactic runs", "go on with --resume when it is back");
   if (result.finalists.empty()) {
     result.failure = "no tactic ran with right values";
     return result;
@@ -214,58 +243,155 @@ std::optional<TuneResult> tune(const TuneTask& task, const std::map<std::string,
     }
     *summary = timed.time;
   }
+  keep_failures();
   return result;
 }
 
 // ---- What a stopped run leaves
 
-TuneState::TuneState(std::string path, const Machine& machine, TuneStart start) : path_(std::move(path)) {
-  const Json header = {{"gpu", machine.device}, {"commit", machine.commit}, {"rules", kTacticRules}};
-  std::string text;
-  if (start != TuneStart::kFresh) {
-    std::ostringstream all;
-    if (std::ifstream old(path_, std::ios::binary); old.peek() != std::ifstream::traits_type::eof()) all << old.rdbuf();
-    text = all.str();
-    text.resize(text.rfind('\n') + 1);  // npos + 1 is 0: a torn line is no line
-  }
+namespace {
+
+// Of all device text: a number is that of the kernels it was measured with, whatever else was committed since.
+std::string kernels_hash() {
+  std::string all;
+  for (const EmbeddedText& file : embedded_kernels())
+    for (const std::string_view part : {file.name, file.text}) all.append(part) += '\0';
+  return hash128(all);
+}
+
+}  // namespace
+
+TuneState::TuneState(std::string path, const Machine& machine, TuneStart start, const std::vector<TuneTask>& tasks)
+    : path_(std::move(path)),
+      header_(Json{{"gpu", machine.device},
+                   {"driver", machine.driver},
+                   {"nvrtc", machine.nvrtc},
+                   {"kernels", kernels_hash()},
+                   {"rules", kTacticRules}}
+                  .dump()) {
+  open_locked();
+  std::string text = whole_lines();
   if (start == TuneStart::kNew && !text.empty())
     fail(StatusCode::kInvalidArgument, kPlace, "state", path_ + " of an earlier run", "no such file",
          "go on with --resume, or measure all again with --fresh");
-  read(text, header);
-  // What was torn is cut off, so that the next line starts on its own.
-  std::error_code error;
-  if (!text.empty()) std::filesystem::resize_file(path_, text.size(), error);
-  file_.open(path_, text.empty() ? std::ios::trunc : std::ios::app);
-  if (error) file_.setstate(std::ios::failbit);
-  if (text.empty()) append(header);
-  else append({});
+  if (start == TuneStart::kFresh) {
+    try {
+      text = read(text, {tasks.begin(), tasks.end()});
+    } catch (const Error&) {  // of another origin, or broken: nothing of it is worth keeping
+      text.clear();
+      finished_.clear();
+      failed_.clear();
+    }
+    truncate(0);
+    write(text);
+  } else {
+    read(text, {});
+    truncate(text.size());  // what was torn is cut off, so that the next line starts on its own
+  }
+  empty_ = text.empty();
 }
 
-void TuneState::read(const std::string& text, const Json& header) {
+TuneState::File::~File() {
+  if (descriptor >= 0) ::close(descriptor);
+}
+
+TuneState::~TuneState() {
+  if (empty_) ::unlink(path_.c_str());  // while it is locked: no other run's
+}
+
+void TuneState::refuse(const std::string& why) const {
+  fail(StatusCode::kUnavailable, kPlace, "state", fmt::format("{}: {}", path_, why),
+       "a file that can be written, for one run at a time");
+}
+
+void TuneState::open_locked() {
+  file_.descriptor = ::open(path_.c_str(), O_RDWR | O_CREAT | O_APPEND | O_CLOEXEC, 0666);
+  if (file_.descriptor < 0) refuse(std::strerror(errno));
+  struct stat now {};
+  const bool locked = ::flock(file_.descriptor, LOCK_EX | LOCK_NB) == 0;
+  if (!locked && errno != EWOULDBLOCK) refuse(std::strerror(errno));
+  // A run that ends may remove the file between our open and our lock.
+  if (!locked || ::fstat(file_.descriptor, &now) != 0 || now.st_nlink == 0) refuse("another run holds it");
+}
+
+// An unfinished last line is none.
+std::string TuneState::whole_lines() const {
+  std::string text;
+  std::array<char, 4096> buffer;
+  for (;;) {
+    const ssize_t count = ::read(file_.descriptor, buffer.data(), buffer.size());
+    if (count < 0 && errno == EINTR) continue;
+    if (count < 0) refuse(std::strerror(errno));
+    if (count == 0) break;
+    text.append(buffer.data(), static_cast<std::size_t>(count));
+  }
+  text.resize(text.rfind('\n') + 1);  // npos + 1 is 0
+  return text;
+}
+
+std::string TuneState::read(const std::string& text, const std::set<TuneTask>& dropped) {
   std::istringstream lines(text);
+  std::string kept;
   std::size_t number = 0;
   try {
     for (std::string line; std::getline(lines, line);) {
       const Json json = Json::parse(line);
       if (number++ == 0) {
-        if (json != header)
-          fail(StatusCode::kDataError, kPlace, path_, line, header.dump(), "measure all again with --fresh");
-      } else if (json.contains("failure")) {
-        failed_.emplace(task_from(json), json.at("tactic").get<std::string>());
+        if (line != header_)
+          fail(StatusCode::kDataError, kPlace, path_, line, header_, "measure all again with --fresh");
+        continue;
+      }
+      const TuneTask task = task_from(json);
+      if (dropped.contains(task)) continue;
+      if (json.contains("failure")) {
+        failed_.emplace(task, json.at("tactic").get<std::string>());
       } else {
         json.at("finalists").at(0).at("tactic").get_ref<const std::string&>();
-        finished_.insert(task_from(json));
+        finished_.insert(task);
       }
+      kept += line + "\n";
     }
   } catch (const nlohmann::json::exception& error) {
     fail(StatusCode::kDataError, kPlace, fmt::format("{} line {}", path_, number), error.what(),
          "lines of twostep tune", "measure all again with --fresh");
   }
+  return kept.empty() ? kept : header_ + "\n" + kept;
+}
+
+void TuneState::truncate(std::size_t size) const {
+  if (::ftruncate(file_.descriptor, static_cast<off_t>(size)) != 0) refuse(std::strerror(errno));
+}
+
+void TuneState::write(const std::string& text) const {
+  for (std::size_t written = 0; written < text.size();) {
+    const ssize_t count = ::write(file_.descriptor, text.data() + written, text.size() - written);
+    if (count < 0 && errno == EINTR) continue;
+    if (count <= 0) refuse(std::strerror(errno));
+    written += static_cast<std::size_t>(count);
+  }
 }
 
 void TuneState::append(const Json& json) {
-  if (!json.is_null()) file_ << json.dump(-1, ' ', true, Json::error_handler_t::replace) << '\n' << std::flush;
-  if (!file_) fail(StatusCode::kUnavailable, kPlace, "state", path_, "a file that can be written");
+  const std::string line = json.dump(-1, ' ', true, Json::error_handler_t::replace) + "\n";
+  write(empty_ ? header_ + "\n" + line : line);
+  empty_ = false;
+}
+
+bool TuneState::close(const std::vector<TuneTask>& tasks) {
+  const std::set<TuneTask> own(tasks.begin(), tasks.end());
+  for (const TuneTask& task : finished_)
+    if (!own.contains(task)) return false;
+  for (const auto& [task, tactic] : failed_)
+    if (!own.contains(task)) return false;
+  empty_ = true;
+  return true;
+}
+
+std::vector<TuneTask> open_tasks(std::vector<TuneTask> tasks, const TuneState& state, const std::set<TableKey>& table) {
+  std::erase_if(tasks, [&](const TuneTask& task) {
+    return state.finished(task) && table.contains({task.n, task.k, task.rows});
+  });
+  return tasks;
 }
 
 void TuneState::add(const TuneResult& result) {

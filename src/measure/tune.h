@@ -4,7 +4,6 @@
 
 #include <chrono>
 #include <compare>
-#include <fstream>
 #include <functional>
 #include <map>
 #include <optional>
@@ -26,8 +25,8 @@ struct TuneTask {
   friend auto operator<=>(const TuneTask&, const TuneTask&) = default;
 };
 
-// The buckets of `rows` for each shape (n, k), in order, each once. Throws kInvalidArgument for what the warp kernel
-// does not serve.
+// The buckets of `rows` for each shape (n, k), in order, each once. Throws kInvalidArgument for what the warp kernels
+// do not serve.
 std::vector<TuneTask> tune_tasks(const std::vector<std::pair<std::int64_t, std::int64_t>>& shapes,
                                  const std::vector<int>& rows);
 
@@ -37,8 +36,9 @@ std::map<std::string, Tactic> tune_candidates(const TuneTask& task, const Device
 // ---- The worker, as the run sees it
 
 struct Timed {
-  Summary time;         // early chain, per launch
-  std::string failure;  // one sentence; empty: it ran and its values were right
+  Summary time;           // early chain, per launch
+  std::string failure;    // one sentence; empty: it ran and its values were right
+  std::string code = {};  // of the failure, as code_name; empty: the worker gave none
 };
 
 inline constexpr const char* kTimeCublas = "cublas";
@@ -99,8 +99,9 @@ void rank(std::vector<Finalist>& finalists);
 
 class TuneState;
 using TimeOne = std::function<Timed(const TuneTask& task, const std::string& what, bool full)>;
-// Screens the candidates that have not failed before, times the best in full, then cuBLAS and the limit. Failures go to
-// `state` at once. None where `out_of_time` said so before the end.
+// Screens the candidates that have not failed before, times the best in full, then cuBLAS and the limit. A failure goes
+// to `state` when something has run after it, with right or wrong values: a GPU that is gone is no tactic's fault, nor
+// is memory that others hold. Throws kUnavailable where no tactic ran. None where `out_of_time` said so before the end.
 std::optional<TuneResult> tune(const TuneTask& task, const std::map<std::string, Tactic>& candidates,
                                const TimeOne& time, TuneState& state, const std::function<bool()>& out_of_time);
 
@@ -108,27 +109,49 @@ std::optional<TuneResult> tune(const TuneTask& task, const std::map<std::string,
 
 enum class TuneStart { kNew, kResume, kFresh };
 
-// A file of JSON lines, each appended and flushed when it is known: finished tasks and failed tactics.
+// A file of JSON lines, each appended when it is known: finished tasks and failed tactics. Locked while it is open, so
+// that one run at a time writes a table. A file that says nothing is removed at the end.
 class TuneState {
  public:
-  // kNew refuses a file that is there; kFresh empties it; kResume reads it, and drops a last line that was torn.
-  // Throws kInvalidArgument, kDataError (malformed, or of another GPU, commit or tactic rules), kUnavailable.
-  TuneState(std::string path, const Machine& machine, TuneStart start);
+  // kNew refuses a file that is there; kResume reads it, and drops a last line that was torn; kFresh also drops what it
+  // says of `tasks`, or all where it is not of this origin.
+  // Throws kInvalidArgument, kDataError (malformed, or of another GPU, driver, NVRTC or set of kernels), kUnavailable
+  // (not writable, or another run holds it).
+  TuneState(std::string path, const Machine& machine, TuneStart start, const std::vector<TuneTask>& tasks = {});
+  TuneState(const TuneState&) = delete;
+  TuneState& operator=(const TuneState&) = delete;
+  ~TuneState();
 
   bool finished(const TuneTask& task) const { return finished_.contains(task); }
   bool failed(const TuneTask& task, const std::string& tactic) const { return failed_.contains({task, tactic}); }
   std::size_t num_failed() const { return failed_.size(); }
   void add(const TuneResult& result);
   void add_failure(const TuneTask& task, const std::string& tactic, const std::string& reason);
+  // After the last of `tasks`: nothing is left to resume. False where the file says something of others, and stays.
+  bool close(const std::vector<TuneTask>& tasks);
 
  private:
-  void read(const std::string& text, const nlohmann::ordered_json& header);
+  struct File {
+    int descriptor = -1;
+    ~File();
+  };
+  void open_locked();
+  std::string whole_lines() const;
+  std::string read(const std::string& text, const std::set<TuneTask>& dropped);  // the lines that were kept
   void append(const nlohmann::ordered_json& json);
+  void truncate(std::size_t size) const;
+  void write(const std::string& text) const;
+  [[noreturn]] void refuse(const std::string& why) const;
 
   std::string path_;
-  std::ofstream file_;
+  std::string header_;  // the first line: where the numbers come from
+  File file_;
+  bool empty_ = true;
   std::set<TuneTask> finished_;
   std::set<std::pair<TuneTask, std::string>> failed_;
 };
+
+// The tasks that are not finished: the state says what was measured, and the table has it.
+std::vector<TuneTask> open_tasks(std::vector<TuneTask> tasks, const TuneState& state, const std::set<TableKey>& table);
 
 }  // namespace twostep

@@ -246,6 +246,14 @@ TEST(GemmContract, warp_takes_operands_tests_base_and_pitch_of_each_operand_apar
   // 3.1: a single row has no stride.
   EXPECT_EQ(warp_takes_operands(x(0, 67, 1), out(0, 17, 1)), WhyCode::kNone);
   EXPECT_EQ(warp_takes_operands(x(1, 67, 1), out(0, 17, 1)), WhyCode::kXLayout);
+  // A TMA pitch is below 2^40 bytes; out is not written by TMA.
+  constexpr std::int64_t kTooWide = std::int64_t{1} << 39;
+  EXPECT_EQ(warp_takes_operands(x(0, kTooWide - 8), out(0, 16)), WhyCode::kNone);
+  EXPECT_EQ(warp_takes_operands(x(0, kTooWide), out(0, 16)), WhyCode::kXLayout);
+  EXPECT_EQ(warp_takes_operands(x(0, kTooWide, 1), out(0, 16)), WhyCode::kNone);
+  EXPECT_EQ(warp_takes_operands(x(0, 64), out(0, kTooWide)), WhyCode::kNone);
+  EXPECT_NE(sentence_of(WhyCode::kXLayout, x(0, kTooWide), out(0, 16)).find("less than 2^39"), std::string::npos);
+  EXPECT_EQ(sentence_of(WhyCode::kOutLayout, x(0, 64), out(0, 18)).find("2^39"), std::string::npos);
 }
 
 TEST(GemmContract, warp_takes_weight_names_the_broken_rule) {
@@ -260,6 +268,8 @@ TEST(GemmContract, warp_takes_weight_names_the_broken_rule) {
   EXPECT_EQ(code(strided(memory, 16, 96, 96, 1)), WhyCode::kKNotMultipleOf64);
   EXPECT_EQ(code(strided(memory, 16, 64, 68, 1)), WhyCode::kWeightLayout);
   EXPECT_EQ(code(strided(memory, 16, 64, 1, 16)), WhyCode::kWeightLayout);
+  EXPECT_EQ(code(strided(memory, 16, 64, std::int64_t{1} << 39, 1)), WhyCode::kWeightLayout);
+  EXPECT_EQ(code(strided(memory, 16, 64, (std::int64_t{1} << 39) - 8, 1)), WhyCode::kNone);
   EXPECT_EQ(code(strided(memory + 4, 16, 64, 64, 1)), WhyCode::kWeightAlignment);
   EXPECT_EQ(code(strided(memory + 8, 16, 64, 64, 1)), WhyCode::kNone);
   EXPECT_EQ(code(strided(memory + 8, 16, 64, 64, 1), 32), WhyCode::kWeightAlignment);

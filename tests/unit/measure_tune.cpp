@@ -40,7 +40,18 @@ class MeasureTune : public testing::Test {
   }
   void TearDown() override { std::filesystem::remove_all(folder_); }
 
-  TuneState state(TuneStart start) const { return TuneState(path(), machine_, start); }
+  TuneState state(TuneStart start, const std::vector<TuneTask>& tasks = {kTask}) const {
+    return TuneState(path(), machine_, start, tasks);
+  }
+  // What creating a state is refused with.
+  StatusCode refused(TuneStart start) const {
+    try {
+      state(start);
+      return StatusCode::kOk;
+    } catch (const Error& error) {
+      return error.code();
+    }
+  }
   std::string path() const { return folder_ + "/table.json.state"; }
   std::string text() const {
     std::ostringstream all;
@@ -78,6 +89,8 @@ TEST_F(MeasureTune, what_has_no_tactics_is_refused) {
   EXPECT_THROW(tune_tasks({{2304, 1536}}, {0}), Error);
   EXPECT_THROW(tune_tasks({{2300, 1536}}, {8}), Error);
   EXPECT_THROW(tune_tasks({{2304, 1500}}, {8}), Error);
+  EXPECT_THROW(tune_tasks({{std::int64_t{1} << 30, 64}}, {8}), Error);
+  EXPECT_EQ(tune_tasks({{(std::int64_t{1} << 30) - 16, 64}}, {8}).size(), 1u);
 }
 
 // The name goes over the pipe and into the state: two candidates of one name would be one.
@@ -174,7 +187,7 @@ TEST_F(MeasureTune, no_entry_without_a_tactic_that_ran_or_without_cublas) {
         kTask, candidates,
         [&](const TuneTask&, const std::string& what, bool) -> Timed {
           const bool tactic = what != kTimeCublas && what != kTimeLimit;
-          if (what == broken || (tactic && broken == "tactics")) return {{}, "it broke"};
+          if (what == broken || (tactic && broken == "tactics")) return {{}, "it broke", "internal"};
           return {around(3, 0.1), {}};
         },
         kept, never);
@@ -184,8 +197,39 @@ TEST_F(MeasureTune, no_entry_without_a_tactic_that_ran_or_without_cublas) {
   EXPECT_NE(without_cublas->failure.find("cublas: it broke"), std::string::npos);
   EXPECT_EQ(kept.num_failed(), 0u) << "no tactic is to blame";
   EXPECT_NE(lame(kTimeLimit)->failure, "");
-  EXPECT_NE(lame("tactics")->failure, "");
+  EXPECT_NE(lame("tactics")->failure, "") << "wrong values are the kernels' own";
   EXPECT_EQ(kept.num_failed(), candidates.size());
+}
+
+TEST_F(MeasureTune, a_gpu_that_is_gone_ends_the_run_and_blames_no_tactic) {
+  const auto candidates = tune_candidates(kTask, known_gpu("h200"), kCandidates);
+  TuneState kept = state(TuneStart::kNew);
+  int timed = 0;
+  // What the first `before` requests get, and what all after them.
+  const auto run = [&](int before, const Timed& first, const Timed& then) {
+    timed = 0;
+    return tune(
+        kTask, candidates, [&](const TuneTask&, const std::string&, bool) { return timed++ < before ? first : then; },
+        kept, never);
+  };
+  const Timed right{around(3, 0.1), {}}, gone{{}, "no GPU"}, no_memory{{}, "none left", "out_of_memory"};
+  for (const Timed& failure : {gone, no_memory}) {
+    try {
+      (void)run(0, right, failure);
+      ADD_FAILURE();
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), StatusCode::kUnavailable);
+      EXPECT_NE(std::string(error.what()).find(failure.failure), std::string::npos) << error.what();
+    }
+    EXPECT_EQ(kept.num_failed(), 0u);
+  }
+  EXPECT_EQ(text(), "");
+  EXPECT_NE(run(3, right, gone)->failure, "") << "nor where it went during a task";
+  EXPECT_EQ(kept.num_failed(), 0u);
+  EXPECT_EQ(run(3, no_memory, right)->failed, 3);
+  EXPECT_EQ(kept.num_failed(), 0u) << "memory is not the tactic's";
+  EXPECT_EQ(run(3, gone, right)->failure, "");
+  EXPECT_EQ(kept.num_failed(), 3u) << "others ran after these";
 }
 
 TEST_F(MeasureTune, out_of_time_ends_a_task_without_a_result) {
@@ -232,6 +276,66 @@ TEST_F(MeasureTune, an_old_file_needs_a_word_of_the_user) {
   EXPECT_FALSE(state(TuneStart::kResume).finished(kTask)) << "fresh has emptied the file";
 }
 
+TEST_F(MeasureTune, fresh_forgets_its_own_tasks_alone) {
+  const TuneTask other{7168, 1536, 8};
+  {
+    TuneState kept = state(TuneStart::kNew);
+    kept.add(result_of(kTask));
+    kept.add(result_of(other));
+    kept.add_failure(kTask, "a tactic", "values");
+    kept.add_failure(other, "a tactic", "values");
+  }
+  state(TuneStart::kFresh, {kTask});
+  TuneState kept = state(TuneStart::kResume);
+  EXPECT_FALSE(kept.finished(kTask));
+  EXPECT_FALSE(kept.failed(kTask, "a tactic"));
+  EXPECT_TRUE(kept.finished(other));
+  EXPECT_TRUE(kept.failed(other, "a tactic"));
+}
+
+TEST_F(MeasureTune, fresh_takes_the_place_of_what_no_run_can_resume) {
+  for (const std::string old : {"no json\n", "{\"gpu\":\"another\"}\n"}) {
+    std::ofstream(path()) << old;
+    EXPECT_EQ(refused(TuneStart::kResume), StatusCode::kDataError);
+    state(TuneStart::kFresh).add(result_of(kTask));
+    EXPECT_TRUE(state(TuneStart::kResume).finished(kTask));
+  }
+}
+
+TEST_F(MeasureTune, one_run_at_a_time_holds_the_state) {
+  {
+    const TuneState held = state(TuneStart::kNew);
+    for (const TuneStart start : {TuneStart::kNew, TuneStart::kResume, TuneStart::kFresh})
+      EXPECT_EQ(refused(start), StatusCode::kUnavailable);
+  }
+  EXPECT_EQ(refused(TuneStart::kNew), StatusCode::kOk);
+}
+
+TEST_F(MeasureTune, the_state_goes_when_nothing_is_left_to_resume) {
+  state(TuneStart::kNew);
+  EXPECT_FALSE(std::filesystem::exists(path())) << "nor does a run that said nothing leave one";
+  {
+    TuneState kept = state(TuneStart::kNew);
+    kept.add(result_of(kTask));
+    EXPECT_FALSE(kept.close({{7168, 1536, 8}}));
+  }
+  ASSERT_TRUE(std::filesystem::exists(path())) << "it tells of a task that this run did not have";
+  {
+    TuneState kept = state(TuneStart::kResume);
+    EXPECT_TRUE(kept.close({{7168, 1536, 8}, kTask}));
+  }
+  EXPECT_FALSE(std::filesystem::exists(path()));
+}
+
+TEST_F(MeasureTune, a_task_is_finished_only_if_the_table_has_it) {
+  const TuneTask second{2304, 1536, 16};
+  TuneState kept = state(TuneStart::kNew);
+  kept.add(result_of(kTask));
+  const std::vector<TuneTask> both = {kTask, second};
+  EXPECT_EQ(open_tasks(both, kept, {}), both);
+  EXPECT_EQ(open_tasks(both, kept, {{2304, 1536, 8}, {2304, 1536, 16}}), std::vector{second});
+}
+
 TEST_F(MeasureTune, a_torn_last_line_is_dropped_wherever_it_was_torn) {
   const TuneTask second{2304, 1536, 16};
   std::string whole;
@@ -260,9 +364,13 @@ TEST_F(MeasureTune, a_broken_line_or_another_origin_is_refused) {
   machine_.device = "NVIDIA H100 80GB HBM3";
   EXPECT_THROW(state(TuneStart::kResume), Error);
   machine_.device = "NVIDIA H200";
+  for (std::string* const field : {&machine_.driver, &machine_.nvrtc}) {
+    *field += "x";
+    EXPECT_EQ(refused(TuneStart::kResume), StatusCode::kDataError);
+    field->pop_back();
+  }
   machine_.commit += "x";
-  EXPECT_THROW(state(TuneStart::kResume), Error);
-  machine_.commit.pop_back();
+  EXPECT_EQ(refused(TuneStart::kResume), StatusCode::kOk) << "the kernels are the same";
   append("{\"n\": 1}\n");
   EXPECT_THROW(state(TuneStart::kResume), Error);
   std::ofstream(path(), std::ios::trunc) << good << "no json\n";
@@ -300,6 +408,11 @@ TEST_F(MeasureTune, a_failure_of_a_tactic_does_not_end_the_worker) {
   EXPECT_EQ(client.starts(), 1);
 }
 
+TEST_F(MeasureTune, a_failure_has_the_code_that_the_worker_gave) {
+  TuneClient client = fake(R"(echo "{\"id\":$id,\"failure\":\"none left\",\"code\":\"out_of_memory\"}")", kLong);
+  EXPECT_EQ(client.time(kTask, "a", true).code, "out_of_memory");
+}
+
 TEST_F(MeasureTune, a_lost_context_ends_the_worker) {
   TuneClient client = fake(R"(echo "{\"id\":$id,\"failure\":\"fault\",\"lost\":true}")", kLong);
   EXPECT_EQ(client.time(kTask, "a", true).failure, "fault");
@@ -325,6 +438,19 @@ TEST_F(MeasureTune, a_hung_worker_is_ended_after_its_limit) {
   EXPECT_NE(client.time(kTask, "bad", true).failure.find("no answer within 0.3 s"), std::string::npos);
   EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(20));
   EXPECT_EQ(client.starts(), 1);
+}
+
+TEST_F(MeasureTune, a_worker_that_reads_nothing_is_ended_after_its_limit) {
+  TuneClient client({"/bin/sh", "-c", "exec sleep 100"}, kShort);
+  const auto start = std::chrono::steady_clock::now();
+  const std::string long_name(std::size_t{1} << 23, 'a');  // more than a socket holds
+  EXPECT_NE(client.time(kTask, long_name, true).failure.find("no answer within 0.3 s"), std::string::npos);
+  EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(20));
+}
+
+TEST_F(MeasureTune, a_long_request_arrives_whole) {
+  TuneClient client = fake("[ ${#line} -gt 1000000 ] || exit 3\n" + std::string(kAnswer), kLong);
+  EXPECT_EQ(client.time(kTask, std::string(1000000, 'a'), true).failure, "");
 }
 
 TEST_F(MeasureTune, garbage_is_no_answer_and_is_never_taken_for_the_next_one) {

@@ -5,6 +5,7 @@
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
+#include <map>
 #include <nlohmann/json.hpp>
 #include <set>
 
@@ -191,6 +192,25 @@ TEST(MeasureTable, sweep_tries_each_load_and_tile_and_repeats_nothing) {
   EXPECT_LE(candidates.size(), 40u);
 }
 
+TEST(MeasureTable, a_sweep_gives_each_mma_half_and_never_more_than_was_asked_for) {
+  const DeviceFacts h200 = known_gpu("h200");
+  for (const auto& [n, k] : {std::pair{2304, 1536}, {7168, 1536}, {3584, 7168}})
+    for (const int m : {8, 64}) {
+      std::map<Mma, int> of_mma;
+      for (const Tactic& t : sweep_candidates(m, n, k, h200, 40)) ++of_mma[t.mma];
+      EXPECT_EQ(of_mma[Mma::kMmaSync] + of_mma[Mma::kWgmma], 40);
+      EXPECT_GE(of_mma[Mma::kWgmma], 12) << n << ", " << k << " M = " << m;
+      EXPECT_GE(of_mma[Mma::kMmaSync], 12) << n << ", " << k << " M = " << m;
+    }
+  for (const int count : {1, 2, 5, 13, 40})
+    EXPECT_EQ(static_cast<int>(sweep_candidates(8, 2304, 1536, h200, count).size()), count);
+}
+
+TEST(MeasureTable, a_sweep_of_one_mma_alone_takes_all) {
+  const DeviceFacts no_wgmma{100, 148, 232448, 233472, "NVIDIA B200"};
+  EXPECT_EQ(sweep_candidates(8, 2304, 1536, no_wgmma, 40).size(), 40u);
+}
+
 TEST(MeasureTable, merging_keeps_other_entries_and_refuses_another_gpu) {
   std::string folder = testing::TempDir() + "/twostep_measure_XXXXXX";
   ASSERT_NE(mkdtemp(folder.data()), nullptr);
@@ -209,6 +229,37 @@ TEST(MeasureTable, merging_keeps_other_entries_and_refuses_another_gpu) {
   EXPECT_EQ(json.at("entries")[1].at("rows"), 16);
   machine.device = "NVIDIA H100 80GB HBM3";
   EXPECT_THROW(merge_table(path, machine, {a}), Error);
+  EXPECT_EQ(table_keys(path, "NVIDIA H200"), (std::set<TableKey>{{2304, 1536, 8}, {2304, 1536, 16}}));
+  EXPECT_EQ(std::distance(std::filesystem::directory_iterator(folder), {}), 1) << "no temporary file is left";
+  std::filesystem::remove_all(folder);
+}
+
+TEST(MeasureTable, a_link_stays_a_link_and_what_cannot_be_read_is_not_taken_for_empty) {
+  std::string folder = testing::TempDir() + "/twostep_measure_XXXXXX";
+  ASSERT_NE(mkdtemp(folder.data()), nullptr);
+  Machine machine = this_machine("test");
+  machine.device = "NVIDIA H200";
+  MeasuredEntry entry;
+  entry.entry = {2304, 1536, 8, warp_tactic(8, 2304, 1536, known_gpu("h200")), 2.9, 5.5};
+  std::filesystem::create_directory(folder + "/real");
+  merge_table(folder + "/real/table.json", machine, {});
+  std::filesystem::create_symlink("real/table.json", folder + "/link.json");
+  merge_table(folder + "/link.json", machine, {entry});
+  EXPECT_TRUE(std::filesystem::is_symlink(folder + "/link.json"));
+  EXPECT_EQ(table_keys(folder + "/real/table.json", machine.device).size(), 1u);
+
+  EXPECT_TRUE(table_keys(folder + "/none.json", machine.device).empty());
+  std::filesystem::create_symlink("loop.json", folder + "/loop.json");
+  for (const std::string& path : {folder + "/real", folder + "/loop.json"}) {
+    try {
+      merge_table(path, machine, {entry});
+      ADD_FAILURE() << path;
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), StatusCode::kUnavailable) << error.what();
+    }
+  }
+  std::ofstream(folder + "/cut.json") << "{\"gpu\": \"NVIDIA H200\", ";
+  EXPECT_THROW(table_keys(folder + "/cut.json", machine.device), Error);
   std::filesystem::remove_all(folder);
 }
 
