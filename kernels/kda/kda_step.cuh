@@ -4,9 +4,10 @@
 //   out       [B q, D] BF16            rows out_stride elements apart; only written
 //   conv      BF16                     one line per slot: [L, 3D], or [3D, L] with kDimFirst; slots conv_stride apart
 //   state     FP32                     [H, 128 v, 128 k] per slot; slots state_stride apart
-//   slots     int32                    row n at n * slots_stride; column 0 names the line, column t takes token t's
-//   state owned     FP32                     conv weight [3][4][D], bias [3][D], norm weight [128] f_b [D, 128] BF16,
-//   a_log [H], dt_bias [D] FP32
+//   slots     int32                    row n at n * slots_stride; column 0 names the line, column t takes state t
+//
+//   weights, constant: owned, FP32: conv [3][4][D], bias [3][D], norm [128]; f_b [D, 128] BF16; a_log [H] and
+//   dt_bias [D] FP32
 //
 // Grid: kSplit CTAs, one cluster, per (request, head); CTA `rank` owns the values v of rank * kValues ... The state of
 // its values arrives by bulk copies while the warps compute, for all tokens at once,
