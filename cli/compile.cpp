@@ -173,6 +173,8 @@ void add_kda(const KdaCompileOptions& options, const DeviceFacts& facts, std::ve
     }
     jobs->push_back(std::move(job));
   };
+  // The keys of a layer share one conv cache.
+  const int shared_conv_len = least_conv_len(*std::max_element(options.tokens.begin(), options.tokens.end()));
   KdaProblem problem;
   problem.bias = options.bias;
   problem.early_caches = options.early_caches;
@@ -185,7 +187,7 @@ void add_kda(const KdaCompileOptions& options, const DeviceFacts& facts, std::ve
             problem.heads = heads;
             problem.requests = requests;
             problem.tokens = problem.window = tokens;
-            problem.conv_len = options.conv_len > 0 ? options.conv_len : least_conv_len(tokens);
+            problem.conv_len = options.conv_len > 0 ? options.conv_len : shared_conv_len;
             problem.dim_first = layout == "ds";
             problem.softplus = gate == "softplus";
             add(problem);
@@ -352,7 +354,9 @@ void add_compile_kda(CLI::App* compile, int& exit_code) {
   add_list(*command, "--heads", options->heads, "heads on one GPU", 1, kKdaMaxHeads);
   add_list(*command, "--requests", options->requests, "requests, each for its tactic", 1, 1 << 20);
   add_list(*command, "--tokens", options->tokens, "tokens of each request", 1, kKdaMaxTokens);
-  command->add_option("--conv-len", options->conv_len, "positions of a conv line; default: the least")
+  command
+      ->add_option("--conv-len", options->conv_len,
+                   "positions of a conv line; default: the least that serves all --tokens")
       ->check(CLI::Range(3, 4096));
   command->add_option("--layout", options->layouts, "conv cache: sd, ds")
       ->delimiter(',')

@@ -6,8 +6,8 @@ function(twostep_embed target symbol base)
   add_custom_command(
     OUTPUT ${out}
     COMMAND ${CMAKE_COMMAND} -DOUT=${out} -DSYMBOL=${symbol} -DBASE=${base} "-DFILES=${ARGN}" -P
-            ${CMAKE_SOURCE_DIR}/cmake/embed_script.cmake
-    DEPENDS ${ARGN} ${CMAKE_SOURCE_DIR}/cmake/embed_script.cmake
+            ${PROJECT_SOURCE_DIR}/cmake/embed_script.cmake
+    DEPENDS ${ARGN} ${PROJECT_SOURCE_DIR}/cmake/embed_script.cmake
     VERBATIM)
   target_sources(${target} PRIVATE ${out})
 endfunction()

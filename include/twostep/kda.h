@@ -115,7 +115,8 @@ struct KdaCall {
   // [>= B] int32: tokens kept of the request's last verify step, bonus included, 1..w. Verify needs it; decode without
   // it means 1.
   std::optional<TensorView> accepted;
-  std::optional<TensorView> lengths;  // [>= B] int32: tokens the request really has, 0..q; absent: q
+  // [>= B] int32: tokens the request really has, 0..q; absent: q. The next step's accepted is at most this.
+  std::optional<TensorView> lengths;
   // Absent: the columns of slots (1 for [B]) when accepted is given, else 1.
   std::optional<int> tokens;
 };
@@ -153,8 +154,9 @@ class PreparedKda {
   // One step on `stream`, in one launch; may be captured. Allocates, compiles and locks nothing, reads no device
   // memory, does not synchronise. One object may run on several streams if the caches differ. Throws kNotPrepared,
   // kBadLayout, kInvalidArgument, kWrongDevice, kOverlap before any launch, with nothing changed, and kDeviceError.
-  // Bad values in slots, accepted or lengths are no error: the request is dead for this step (zeros out, no cache
-  // touched) and counted.
+  // Bad values in slots, accepted or lengths are no error. In column 0 or column accepted - 1 of slots, in accepted or
+  // in lengths: the request is dead for this step (zeros out, no cache touched) and counted. In another column that is
+  // written: that token's state is dropped, and counted where the id is past the pool.
   void run(const KdaCall& call, Stream stream = {});
 
   // Other values for the weights: owned copies are rebuilt at their addresses in stream order, so that captured graphs

@@ -151,6 +151,11 @@ LayerValues random_layer(Random& random, const LayerSpec& spec) {
   return layer;
 }
 
+void forget(LayerValues& layer) {
+  for (float& x : layer.a_log) x = 0;
+  for (float& x : layer.dt_bias) x = -std::abs(x);
+}
+
 Layer::Layer(LayerValues values, DType small)
     : values_(std::move(values)),
       small_(small),

@@ -94,6 +94,9 @@ struct LayerSpec {
   bool bias = false;
 };
 LayerValues random_layer(Random& random, const LayerSpec& spec);
+// For chains: every key of the state forgets within tens of tokens, and so a flip (kda 4.5) within as many. Where a key
+// does not decay, one flip changes the outputs of all tokens behind it, and no rate of outputs holds.
+void forget(LayerValues& layer);
 
 // Weights in memory of the backend; conv weight, bias and norm weight as `small`.
 class Layer {
@@ -238,9 +241,10 @@ struct Tally {
   double error_squares = 0;
   double squares = 0;
   std::int64_t heads = 0;
-  std::int64_t heads_off = 0;  // by more than 1e-5 m
-  double worst = 0;            // max |S - S_ref| / m
-  double worst_rounded = 0;    // of the kernel's q, k, v, g: in BF16 steps
+  std::int64_t singles = 0;      // of them, those after one token from equal inputs
+  std::int64_t singles_off = 0;  // by more than 1e-5 m
+  double worst = 0;              // max |S - S_ref| / m
+  double worst_rounded = 0;      // of the kernel's q, k, v, g: in BF16 steps
   Tally& operator+=(const Tally& other);
 };
 struct Verdict {

@@ -14,8 +14,9 @@ constexpr std::uint16_t kPoison = 0xffff;
 
 bool same_output(std::uint16_t a, std::uint16_t b) { return a == b || ((a | b) & 0x7fff) == 0; }
 
-// Of one stored state against the oracle's [k][v].
-void tally_state(const float* cells, const double* reference, Tally* tally) {
+// Of one stored state against the oracle's [k][v]. `single`: after one token from equal inputs. The rate of kda 11.1 is
+// that of single steps: a flip stays in the states of all tokens behind it.
+void tally_state(const float* cells, const double* reference, bool single, Tally* tally) {
   double largest = 1, error = 0;
   for (std::size_t v = 0; v < kDim; ++v)
     for (std::size_t k = 0; k < kDim; ++k) {
@@ -25,7 +26,8 @@ void tally_state(const float* cells, const double* reference, Tally* tally) {
       error = std::isnan(off) ? std::numeric_limits<double>::infinity() : std::max(error, off);
     }
   ++tally->heads;
-  tally->heads_off += error > 1e-5 * largest;
+  tally->singles += single;
+  tally->singles_off += single && error > 1e-5 * largest;
   tally->worst = std::max(tally->worst, error / largest);
 }
 
@@ -87,7 +89,8 @@ Tally& Tally::operator+=(const Tally& other) {
   error_squares += other.error_squares;
   squares += other.squares;
   heads += other.heads;
-  heads_off += other.heads_off;
+  singles += other.singles;
+  singles_off += other.singles_off;
   worst = std::max(worst, other.worst);
   worst_rounded = std::max(worst_rounded, other.worst_rounded);
   return *this;
@@ -101,7 +104,7 @@ Verdict& Verdict::operator+=(const Verdict& other) {
 std::string to_string(const Tally& tally) {
   std::ostringstream text;
   text << tally.unequal << " of " << tally.outputs << " outputs differ, RMS ratio "
-       << std::sqrt(tally.error_squares / tally.squares) << "; " << tally.heads_off << " of " << tally.heads
+       << std::sqrt(tally.error_squares / tally.squares) << "; " << tally.singles_off << " of " << tally.singles
        << " states off, worst " << tally.worst << " m";
   return text.str();
 }
@@ -171,7 +174,7 @@ Verdict judge(const Rig& rig, const Step& step, const Caches& before, const Outc
       tally_outputs(outcome.out.data() + row * outcome.out_stride + std::int64_t{kDim} * h, out, tally);
       const std::int64_t slot = fate.store[static_cast<std::size_t>(t)];
       if (slot < 0 || !fate.last_to(t)) return;
-      tally_state(outcome.caches.state(slot, h), state->data(), tally);
+      tally_state(outcome.caches.state(slot, h), state->data(), t == 0 && !carried, tally);
       if (states) std::copy(state->begin(), state->end(), states->at(slot).begin() + h * kCells);
     };
     State plain = start(carried ? &carried->plain.at(fate.read) : nullptr);
@@ -223,9 +226,10 @@ void expect_strict(const Tally& tally) {
 void expect_plain(const Tally& tally) {
   SCOPED_TRACE("plain");
   EXPECT_LE(tally.worst, 5e-3) << to_string(tally);
-  if (tally.heads < kPool) return;
-  EXPECT_TRUE(within_rate(tally.heads_off, 0.02, tally.heads)) << to_string(tally);
-  expect_outputs(tally);
+  if (tally.singles >= kPool) {
+    EXPECT_TRUE(within_rate(tally.singles_off, 0.02, tally.singles)) << to_string(tally);
+  }
+  if (tally.heads >= kPool) expect_outputs(tally);
 }
 
 void expect_right(const Verdict& verdict) {
@@ -236,7 +240,11 @@ void expect_right(const Verdict& verdict) {
 
 void expect_chain(const Verdict& verdict) {
   EXPECT_LE(verdict.plain.worst, 5e-3) << to_string(verdict.plain);
-  EXPECT_TRUE(within_rate(verdict.plain.unequal, 0.01, verdict.plain.outputs)) << to_string(verdict.plain);
+  // One flip changes outputs for tens of tokens: in fewer tokens than these the rate of a chain says nothing.
+  constexpr std::int64_t kTokens = 512;
+  if (verdict.plain.outputs >= kTokens * kDim) {
+    EXPECT_TRUE(within_rate(verdict.plain.unequal, 0.01, verdict.plain.outputs)) << to_string(verdict.plain);
+  }
   expect_strict(verdict.strict);
 }
 

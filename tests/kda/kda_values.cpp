@@ -369,7 +369,7 @@ TEST_F(KdaValues, a_state_may_decay_to_nothing_T9) {
 
 TEST_F(KdaValues, errors_do_not_grow_over_512_steps_T56) {
   for (const bool softplus : {false, true}) {
-    Scene scene(random, {.softplus = softplus});
+    Scene scene(random, {.softplus = softplus}, forget);
     Carried carried;
     Verdict verdict;
     const Step first = scene.step;
