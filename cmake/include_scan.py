@@ -38,9 +38,11 @@ ROOMS = [
     # The loader is tested without a GPU, on an NVRTC that the test brings.
     ("tests of the loader", ["tests/unit/jit_nvrtc.cpp"], ["include", "core", "jit", "jit loading", "tests/unit"]),
     ("fake NVRTC", ["tests/unit/fake_nvrtc/*"], []),
-    ("tests/unit", ["tests/unit/*"], ["include", "core", "jit", "io", "gemm", "kda", "drafter", "measure", "tests/kda"]),
+    ("tests/unit", ["tests/unit/*"], ["include", "core", "jit", "io", "gemm", "kda", "drafter", "measure", "tests/kda",
+      "tests/common"]),
+    ("tests/common", ["tests/common/*"], []),
     ("tests/kda", ["tests/kda/*"], ["include", "core", "kda"]),
-    ("tests/gpu", ["tests/gpu/*"], ["include", "src", "tests/kda"]),
+    ("tests/gpu", ["tests/gpu/*"], ["include", "src", "tests/kda", "tests/common"]),
     ("tests/fuzz", ["tests/fuzz/*"], ["include", "core", "io"]),
     ("bench", ["bench/*"], ["include", "core", "gemm", "kda"]),
     ("examples", ["examples/*"], ["include"]),

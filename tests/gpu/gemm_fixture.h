@@ -17,6 +17,7 @@
 #include "gemm/tactics.h"
 #include "gemm/warp.h"
 #include "jit/kernel_cache.h"
+#include "tests/common/allocations.h"
 #include "twostep/gemm.h"
 
 namespace twostep {
@@ -31,7 +32,6 @@ inline constexpr int kDevice = 0;
 
 // TWOSTEP_TEST_SEED, else a fresh number.
 std::uint64_t test_seed();
-std::uint64_t allocations();  // by operator new, of the calling thread
 
 // ---- Data and references, on the host
 

@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "kda/contract.h"
-#include "tests/unit/allocations.h"
+#include "tests/common/allocations.h"
 #include "twostep/kda.h"
 
 namespace twostep {

@@ -1,5 +1,5 @@
 // In a file of its own: where operator new and delete could be inlined, g++ takes them for a mismatched pair.
-#include "tests/unit/allocations.h"
+#include "tests/common/allocations.h"
 
 #include <cstdlib>
 #include <new>
