@@ -29,7 +29,7 @@ struct TuneOptions {
   std::vector<std::string> only;
   std::string rows = "8,16,24,32,40,48,56,64";
   std::string device = "cuda:0";
-  int candidates = 40;
+  int candidates = 90;
   int time_limit_s = 0;
   bool resume = false;
   bool fresh = false;

@@ -86,7 +86,12 @@ void explain(int m, Shape shape, const DeviceFacts& facts, bool strict) {
   else
     fmt::print("    table: no entry for this shape on {}; the model chose\n",
                facts.name.empty() ? "this GPU" : facts.name);
-  if (strict) fmt::print("    strict: {} slices for every row count\n", kStrictSlices);
+  if (strict) {
+    const Family family = family_of(*tactic);
+    fmt::print("    strict: {} for every row count\n", family.mma == Mma::kWgmma
+                                                           ? fmt::format("wgmma, cluster_k {}", family.cluster_k)
+                                                           : fmt::format("mma_sync, {} slices", family.k_slices));
+  }
   print_rejections(m, shape, facts);
 }
 

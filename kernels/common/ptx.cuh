@@ -69,6 +69,11 @@ __device__ inline u32 cluster_rank() {
 }
 // Every thread of the cluster arrives (release), then waits (acquire).
 __device__ inline void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+// The same without release: for what needs no fence or has its own, as barrier_init_fence(). A release would first wait
+// for all memory accesses of the thread.
+__device__ inline void cluster_arrive_relaxed() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
 __device__ inline void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 // Arrives at the same barrier of CTA `rank` of the cluster. Release, cluster scope.
 __device__ inline void barrier_arrive_remote(u32 barrier, u32 rank) {

@@ -3,9 +3,10 @@
 //   w    [kN, kK] BF16  through a tensor map, boxes of kTileN x 64 columns; each byte is read once
 //   out  [m, kN] BF16   rows out_pitch bytes apart; 16-byte aligned, pitch a multiple of 16; only written
 //
-// Grid: a cluster of kClusterK CTAs per kTileN rows of w; CTA `rank` sums its part of the boxes of 64 columns, in
-// rising k. One warp loads a ring of stages; kTileN / 64 warpgroups multiply, 64 rows of w as the A operand, all of x
-// as the B operand: so x is read from L2 once per kTileN rows of w, and the time hardly depends on m.
+// Grid: a cluster of kClusterK CTAs per kTileN rows of w; CTA `rank` sums the boxes rank, rank + kClusterK, .. of 64
+// columns, so that the CTAs of a cluster read neighbouring addresses. One warp loads a ring of stages; kTileN / 64
+// warpgroups multiply, 64 rows of w as the A operand, all of x as the B operand: so x is read from L2 once per kTileN
+// rows of w, and the time hardly depends on m.
 //
 // The parts of a cluster are added in the order of their ranks by the CTAs that own them: fragments travel as they lie
 // in registers, by st.async, which brings its own completion. A cluster barrier's release would wait for more. So the
@@ -39,9 +40,8 @@ struct Layout {
   static constexpr int kComputeThreads = kGroups * 128;
   static constexpr int kThreads = kComputeThreads + 32;
   static constexpr int kStageBoxes = C::kTileK / 64;
-  static constexpr int kChunk = C::kRows < 32 ? C::kRows : 32;  // columns of one multiply
-  static constexpr int kChunks = C::kRows / kChunk;
-  static constexpr int kFragments = C::kRows / 8;  // float4 of a thread
+  static constexpr int kSums = C::kRows / 2;  // of a thread
+  static constexpr int kFragments = kSums / 4;
   // CTAs that add: each takes whole warps, so that a warp's fragments stay together.
   static constexpr int kOwners = C::kClusterK < kGroups * 4 ? C::kClusterK : kGroups * 4;
   static constexpr int kOwnThreads = kComputeThreads / kOwners;
@@ -57,7 +57,7 @@ struct Layout {
   static constexpr int kOutColumns = kOwnThreads / 2;     // 16 rows of w per warp
   static constexpr int kOutPitch = kOutColumns * 2 + 16;  // bytes; 16 more keep the transposed stores free of conflicts
 
-  static_assert(C::kN % 16 == 0 && C::kK % 64 == 0 && (C::kTileN == 64 || C::kTileN == 128));
+  static_assert(C::kN % 16 == 0 && C::kK % 64 == 0 && (C::kTileN == 64 || C::kTileN == 128 || C::kTileN == 256));
   static_assert(C::kRows == 8 || C::kRows == 16 || C::kRows == 32 || C::kRows == 64);
   static_assert(C::kStages >= 2);  // a stage is released while the next one is multiplied
   static_assert(C::kK / 64 >= C::kClusterK);
@@ -86,21 +86,22 @@ __device__ inline void wait_phase(u32 barrier, u32 parity, const char* what, int
 template <class C>
 struct Tile {
   using L = Layout<C>;
-  int rank, n0, first_box, tiles;
+  int rank, n0, tiles;
   u32 ring, parts, full, empty, parts_barrier;
 
   __device__ explicit Tile(u32 smem) {
     constexpr int kBoxes = C::kK / 64;
     rank = blockIdx.x % C::kClusterK;
     n0 = blockIdx.x / C::kClusterK * C::kTileN;
-    first_box = kBoxes * rank / C::kClusterK;
-    tiles = (kBoxes * (rank + 1) / C::kClusterK - first_box) / L::kStageBoxes;
+    tiles = (kBoxes - rank + C::kClusterK - 1) / C::kClusterK / L::kStageBoxes;
     ring = smem;
     parts = ring + L::kRingBytes;
     full = ring + L::kBarrierOffset;
     empty = full + C::kStages * 8;
     parts_barrier = empty + C::kStages * 8;
   }
+  // First column of box b of stage t.
+  __device__ int column(int t, int b) const { return ((t * L::kStageBoxes + b) * C::kClusterK + rank) * 64; }
 };
 
 // ---- Load: one elected lane
@@ -112,13 +113,12 @@ __device__ inline void load(const Tile<C>& tile, const TensorMap* w_map, const T
     const u32 barrier = tile.full + stage * 8;
     barrier_arrive_expect(barrier, L::kStageBytes);
     for (int b = 0; b < L::kStageBoxes; ++b)
-      tensor_load(tile.ring + stage * L::kStageBytes + b * L::kWBox, w_map,
-                  (tile.first_box + t * L::kStageBoxes + b) * 64, tile.n0, barrier);
+      tensor_load(tile.ring + stage * L::kStageBytes + b * L::kWBox, w_map, tile.column(t, b), tile.n0, barrier);
   };
   const auto load_x = [&](int t, int stage) {
     for (int b = 0; b < L::kStageBoxes; ++b)
       tensor_load(tile.ring + stage * L::kStageBytes + L::kStageBoxes * L::kWBox + b * L::kXBox, x_map,
-                  (tile.first_box + t * L::kStageBoxes + b) * 64, 0, tile.full + stage * 8);
+                  tile.column(t, b), 0, tile.full + stage * 8);
   };
   const int ahead = C::kStages < tile.tiles ? C::kStages : tile.tiles;
   if (elected)
@@ -151,11 +151,11 @@ __device__ inline void release_stage(u32 empty, int lane) {
 }
 
 template <class C>
-__device__ inline void multiply(float (&sum)[Layout<C>::kChunks][Layout<C>::kChunk / 2], const Tile<C>& tile, int group,
-                                int lane) {
+__device__ inline void multiply(float (&sum)[Layout<C>::kSums], const Tile<C>& tile, int group, int lane) {
   using L = Layout<C>;
   int stage = 0, last = 0;
   u32 parity = 0;
+  wgmma_fence(sum);
   for (int t = 0; t < tile.tiles; ++t) {
     wait_phase<C>(tile.full + stage * 8, parity, "stage", stage);  // its bytes have arrived
     if constexpr (C::kFault == Fault::kEarlyRelease) {
@@ -169,9 +169,7 @@ __device__ inline void multiply(float (&sum)[Layout<C>::kChunks][Layout<C>::kChu
       const u64 a = wgmma_operand(w + b * L::kWBox + group * 8192);
       const u64 x = wgmma_operand(w + L::kStageBoxes * L::kWBox + b * L::kXBox);
 #pragma unroll
-      for (int k = 0; k < 4; ++k)
-#pragma unroll
-        for (int c = 0; c < L::kChunks; ++c) wgmma(sum[c], a + k * 2, x + c * (L::kChunk * 128 / 16) + k * 2);
+      for (int k = 0; k < 4; ++k) wgmma(sum, a + k * 2, x + k * 2);
     }
     wgmma_commit();
     wgmma_wait<1>();  // the stage before this one is read
@@ -184,22 +182,19 @@ __device__ inline void multiply(float (&sum)[Layout<C>::kChunks][Layout<C>::kChu
     }
   }
   wgmma_wait<0>();
+  wgmma_fence(sum);
 }
 
 // ---- Reduce and store
 
 // A thread's fragment j: rows lane / 4 and + 8 of its warp's 16, rows 8 j + lane % 4 * 2 and + 1 of x.
 template <class C>
-__device__ inline float4 fragment(const float (&sum)[Layout<C>::kChunks][Layout<C>::kChunk / 2], int j) {
-  using L = Layout<C>;
-  const float(&s)[L::kChunk / 2] = sum[j * 8 / L::kChunk];
-  const int i = j * 8 % L::kChunk / 2;
-  return {s[i], s[i + 1], s[i + 2], s[i + 3]};
+__device__ inline float4 fragment(const float (&sum)[Layout<C>::kSums], int j) {
+  return {sum[j * 4], sum[j * 4 + 1], sum[j * 4 + 2], sum[j * 4 + 3]};
 }
 
 template <class C>
-__device__ inline void epilogue(const float (&sum)[Layout<C>::kChunks][Layout<C>::kChunk / 2], const Params& p,
-                                const Tile<C>& tile, int lane) {
+__device__ inline void epilogue(const float (&sum)[Layout<C>::kSums], const Params& p, const Tile<C>& tile, int lane) {
   using L = Layout<C>;
   // Rounded outputs meet in the ring, as rows of x, so that they leave in full vectors. 4-byte stores cost 1.9 us more
   // at (7168, 1536), m = 64.
@@ -255,6 +250,7 @@ __device__ inline void sm90_wgmma(const Params& p, const TensorMap* w_map, const
     const bool elected = elect_one();
     if (elected) {
       tensor_map_prefetch(w_map);
+      tensor_map_prefetch(x_map);
       for (int s = 0; s < C::kStages; ++s) {
         barrier_init(tile.full + s * 8, 1);
         barrier_init(tile.empty + s * 8, L::kGroups * 4);
@@ -265,17 +261,17 @@ __device__ inline void sm90_wgmma(const Params& p, const TensorMap* w_map, const
     }
     __syncwarp();
     // The loader made the barriers itself and need not wait for the others: it starts its copies first.
-    if constexpr (C::kClusterK > 1) cluster_arrive();
+    if constexpr (C::kClusterK > 1) cluster_arrive_relaxed();
     named_barrier_arrive(2, L::kThreads);
     load<C>(tile, w_map, x_map, elected);
     if constexpr (C::kClusterK > 1) cluster_wait();
     return;
   }
-  if constexpr (C::kClusterK > 1) cluster_arrive();
+  if constexpr (C::kClusterK > 1) cluster_arrive_relaxed();
   named_barrier(2, L::kThreads);  // the barriers are initialised
   // Every thread that writes out waits: the previous kernel may still read what out overwrites.
   if constexpr (C::kFault != Fault::kNoDependencyWait) pdl_wait();
-  float sum[L::kChunks][L::kChunk / 2] = {};
+  float sum[L::kSums] = {};
   multiply<C>(sum, tile, warp / 4, lane);
   epilogue<C>(sum, p, tile, lane);
 }

@@ -81,14 +81,14 @@ void PdlChain::record(CUcontext context, Stream stream, bool capturing) {
 void PdlChain::forget() { last_launch.valid = false; }
 
 TensorMap bf16_tensor_map(const void* data, std::int64_t rows, std::int64_t cols, std::int64_t pitch, int box_rows) {
-  constexpr int kBFloat16 = 9, kInterleaveNone = 0, kSwizzle128B = 3, kL2Promotion256B = 3, kFillZero = 0;
+  constexpr int kBFloat16 = 9, kInterleaveNone = 0, kSwizzle128B = 3, kNoL2Promotion = 0, kFillZero = 0;
   TensorMap map;
   const std::uint64_t dims[2] = {static_cast<std::uint64_t>(cols), static_cast<std::uint64_t>(rows)};
   const std::uint64_t strides[1] = {static_cast<std::uint64_t>(pitch)};
   const std::uint32_t box[2] = {64, static_cast<std::uint32_t>(box_rows)};
   const std::uint32_t steps[2] = {1, 1};
   TWOSTEP_CUDA_CHECK(cuTensorMapEncodeTiled(&map, kBFloat16, 2, const_cast<void*>(data), dims, strides, box, steps,
-                                            kInterleaveNone, kSwizzle128B, kL2Promotion256B, kFillZero),
+                                            kInterleaveNone, kSwizzle128B, kNoL2Promotion, kFillZero),
                      "cuda.bf16_tensor_map");
   return map;
 }

@@ -370,7 +370,7 @@ Tactic CudaPlan::choose_tactic(int m) const {
   const Weight& w = weight();
   if (packed_) {
     const Tactic packed = complete(packed_->tactic, m, facts_);
-    const bool family = !options_.strict || in_strict_family(packed);
+    const bool family = !options_.strict || family_of(packed) == strict_family(w.n, w.k, facts_);
     if (family && tactic_valid(packed, m, w.n, w.k, facts_).ok()) return packed;
   }
   return warp_tactic(m, w.n, w.k, facts_, options_.strict);

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
+#include <functional>
 #include <nlohmann/json.hpp>
 #include <span>
 
@@ -31,9 +32,9 @@ constexpr int kSliceCounts[] = {1, 2, 4, 8};
 constexpr int kWarpCounts[] = {4, 8};
 
 // wgmma: 64 rows of weight per warpgroup
-constexpr int kWgmmaTileNs[] = {64, 128};
+constexpr int kWgmmaTileNs[] = {64, 128, 256};
 constexpr int kWgmmaTileKs[] = {64, 128, 256};
-constexpr int kWgmmaStages[] = {2, 3, 4, 6, 8, 12};  // of the search; others are as valid
+constexpr int kWgmmaStages[] = {2, 3, 4, 5, 6, 8, 12};  // of the search; others are as valid
 
 bool known_arch(int arch) { return arch == 90 || arch == 100 || arch == 103 || arch == 120; }
 
@@ -86,7 +87,7 @@ Status wgmma_valid(const Tactic& t, std::int64_t k, const DeviceFacts& facts) {
   if (t.weight_load != WeightLoad::kTiles) return invalid("weight_load", "rows", "tiles with wgmma");
   if (t.k_slices != 1) return invalid("k_slices", std::to_string(t.k_slices), "1 with wgmma");
   if (t.cluster_n != 1) return invalid("cluster_n", std::to_string(t.cluster_n), "1 with wgmma");
-  if (!among(kWgmmaTileNs, t.tile_n)) return invalid("tile_n", std::to_string(t.tile_n), "64, 128 with wgmma");
+  if (!among(kWgmmaTileNs, t.tile_n)) return invalid("tile_n", std::to_string(t.tile_n), "64, 128, 256 with wgmma");
   if (!among(kWgmmaTileKs, t.tile_k)) return invalid("tile_k", std::to_string(t.tile_k), "64, 128, 256 with wgmma");
   if (t.warps != t.tile_n / 16)
     return invalid("warps", std::to_string(t.warps), fmt::format("tile_n / 16 = {} with wgmma", t.tile_n / 16));
@@ -228,7 +229,8 @@ std::vector<Tactic> candidate_tactics(int m, std::int64_t k, const DeviceFacts& 
                 all.push_back(complete(t, m, facts));
               }
   for (int tile_n : kWgmmaTileNs)
-    for (int tile_k : kWgmmaTileKs)
+    for (int tile_k : kWgmmaTileKs) {
+      if (tile_n == 256 && wgmma_rows(m) < 32) break;  // x is too small for its traffic to count
       for (int cluster : kClusterSizes)
         for (int stages : kWgmmaStages) {
           if (too_many(stages, tile_k, k / cluster)) break;
@@ -243,6 +245,7 @@ std::vector<Tactic> candidate_tactics(int m, std::int64_t k, const DeviceFacts& 
           t.warps = tile_n / 16;
           all.push_back(complete(t, m, facts));
         }
+    }
   return all;
 }
 
@@ -312,33 +315,62 @@ double model_us(const Tactic& t, int m, std::int64_t n, std::int64_t k, const De
   return t.mma == Mma::kWgmma ? wgmma_us(t, m, n, k, facts) : mma_sync_us(t, m, n, k, facts);
 }
 
-std::optional<TableEntry> table_entry(int m, std::int64_t n, std::int64_t k, const DeviceFacts& facts) {
+namespace {
+
+// The table's entry of the fewest rows, m at least, whose tactic is valid for m and of `family`, where one is given.
+std::optional<TableEntry> find_entry(int m, std::int64_t n, std::int64_t k, const DeviceFacts& facts,
+                                     const std::optional<Family>& family) {
   std::optional<TableEntry> best;
   for (const Table& table : tables()) {
     if (table.gpu != facts.name) continue;
     for (const TableEntry& entry : table.entries)
-      if (entry.n == n && entry.k == k && entry.rows >= m && (!best || entry.rows < best->rows)) best = entry;
+      if (entry.n == n && entry.k == k && entry.rows >= m && (!best || entry.rows < best->rows) &&
+          (!family || family_of(entry.tactic) == *family))
+        best = entry;
   }
   if (best) best->tactic = complete(best->tactic, m, facts);
   return best;
 }
 
-Tactic warp_tactic(int m, std::int64_t n, std::int64_t k, const DeviceFacts& facts, bool strict) {
-  const int bucket = std::clamp(bucket_of(std::max(m, 1)), kRowBucket, kMaxWarpRows);
-  if (const auto entry = table_entry(bucket, n, k, facts)) {
-    const bool family = !strict || in_strict_family(entry->tactic);
-    if (family && tactic_valid(entry->tactic, bucket, n, k, facts).ok()) return entry->tactic;
-  }
+std::optional<Tactic> best_of_model(int m, std::int64_t n, std::int64_t k, const DeviceFacts& facts,
+                                    const std::function<bool(const Tactic&)>& accepted) {
   std::optional<Tactic> best;
   double best_us = 0;
-  for (const Tactic& tactic : valid_tactics(bucket, n, k, facts)) {
-    if (strict && !in_strict_family(tactic)) continue;
-    const double us = model_us(tactic, bucket, n, k, facts);
+  for (const Tactic& tactic : valid_tactics(m, n, k, facts)) {
+    if (!accepted(tactic)) continue;
+    const double us = model_us(tactic, m, n, k, facts);
     if (best && us >= best_us) continue;  // the fixed order of enumeration breaks ties
     best = tactic;
     best_us = us;
   }
-  if (best) return *best;
+  return best;
+}
+
+}  // namespace
+
+std::optional<TableEntry> table_entry(int m, std::int64_t n, std::int64_t k, const DeviceFacts& facts) {
+  return find_entry(m, n, k, facts, std::nullopt);
+}
+
+Family strict_family(std::int64_t n, std::int64_t k, const DeviceFacts& facts) {
+  constexpr int kSlices = 4;
+  if (facts.arch != 90) return {Mma::kMmaSync, kSlices, 1};
+  const auto is_wgmma = [](const Tactic& t) { return t.mma == Mma::kWgmma; };
+  for (int rows = kRowBucket; rows <= kMaxWarpRows; rows += kRowBucket)
+    if (const auto entry = table_entry(rows, n, k, facts); entry && is_wgmma(entry->tactic))
+      return family_of(entry->tactic);
+  const auto best = best_of_model(kRowBucket, n, k, facts, is_wgmma);
+  return best ? family_of(*best) : Family{Mma::kWgmma, 1, 1};
+}
+
+Tactic warp_tactic(int m, std::int64_t n, std::int64_t k, const DeviceFacts& facts, bool strict) {
+  const int bucket = std::clamp(bucket_of(std::max(m, 1)), kRowBucket, kMaxWarpRows);
+  std::optional<Family> family;
+  if (strict && warp_eligible(n, k)) family = strict_family(n, k, facts);
+  if (const auto entry = find_entry(bucket, n, k, facts, family))
+    if (tactic_valid(entry->tactic, bucket, n, k, facts).ok()) return entry->tactic;
+  const auto accepted = [&](const Tactic& t) { return !family || family_of(t) == *family; };
+  if (const auto best = best_of_model(bucket, n, k, facts, accepted)) return *best;
   Tactic smallest;
   smallest.tile_k = 256;
   smallest.stages = 2;

@@ -11,16 +11,23 @@
 namespace twostep {
 
 // Changes when tactic_valid or the meaning of a tactic's field changes: old cubins are then not loaded.
-inline constexpr const char* kTacticRules = "gemm-rules-2";
+inline constexpr const char* kTacticRules = "gemm-rules-3";
 
 // The grid that is searched for the bucket of m, in a fixed order: valid and not.
 std::vector<Tactic> candidate_tactics(int m, std::int64_t k, const DeviceFacts& facts);
 // The valid ones of it.
 std::vector<Tactic> valid_tactics(int m, std::int64_t n, std::int64_t k, const DeviceFacts& facts);
 
-// The one family that `strict` keeps to, on every architecture: mma and k_slices fix the order of summation (5.1).
-inline constexpr int kStrictSlices = 4;
-inline bool in_strict_family(const Tactic& t) { return t.mma == Mma::kMmaSync && t.k_slices == kStrictSlices; }
+// What fixes the order of summation (5.1).
+struct Family {
+  Mma mma = Mma::kMmaSync;
+  int k_slices = 1;
+  int cluster_k = 1;
+  friend bool operator==(const Family&, const Family&) = default;
+};
+inline Family family_of(const Tactic& t) { return {t.mma, t.k_slices, t.cluster_k}; }
+// The one family in which `strict` serves all rows of a shape: wgmma on sm_90, with the split of the table's few rows.
+Family strict_family(std::int64_t n, std::int64_t k, const DeviceFacts& facts);
 
 // What a checked-in table (tactics/<gpu>.json) says of a row count: the measured choice and both times.
 struct TableEntry {

@@ -26,7 +26,7 @@ GemmBench::GemmBench(const MeasureDevice& device, std::int64_t n, std::int64_t k
       ring_(plan_ring(2 * n * k)),
       values_(device, n, k, max_rows),
       more_weights_(static_cast<std::size_t>(ring_.weights - 1) * static_cast<std::size_t>(n * k) * 2),
-      x_(static_cast<std::size_t>(ring_.weights * max_rows * k) * 2),
+      x_(static_cast<std::size_t>(max_rows * k) * 2),
       out_(static_cast<std::size_t>(ring_.weights * max_rows * n) * 2),
       timer_(device, ring_.launches) {
   if (n % 8 != 0 || k % 8 != 0)
@@ -40,7 +40,7 @@ GemmBench::GemmBench(const MeasureDevice& device, std::int64_t n, std::int64_t k
                 weight_scale(k));
     weights_.push_back(check_weight(TensorView::matrix(data, n, k, device.device()), kPlace));
   }
-  device.fill(x_.data(), ring_.weights * max_rows, k, k, operand_base("x", kSeed), Data::kNormal, x_scale());
+  device.fill(x_.data(), max_rows, k, k, operand_base("x", kSeed), Data::kNormal, x_scale());
   device.synchronize();
   for (const Weight& weight : weights_) pieces_.push_back({weight.view.data, 2 * n * k});
 }
@@ -49,8 +49,7 @@ template <class Product>
 ChainTimer::Enqueue GemmBench::rotate(int rows, Product product) const {
   return [this, rows, product](int launch) {
     const int i = launch % ring_.weights;
-    const auto x =
-        TensorView::matrix(static_cast<std::uint16_t*>(x_.data()) + i * max_rows_ * k_, rows, k_, device_.device());
+    const auto x = TensorView::matrix(x_.data(), rows, k_, device_.device());
     const auto out =
         TensorView::matrix(static_cast<std::uint16_t*>(out_.data()) + i * max_rows_ * n_, rows, n_, device_.device());
     product(static_cast<std::size_t>(i), x, out, device_.stream());

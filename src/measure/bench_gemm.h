@@ -11,7 +11,8 @@
 
 namespace twostep {
 
-// One weight shape with rotating operands. All times are of one process and the same operands.
+// One weight shape. Weights and outputs rotate past L2; x is one buffer, in L2 as the kernel before would leave it. All
+// times are of one process and the same operands.
 class GemmBench {
  public:
   // `device` must outlive the bench. Fills the weights. Throws kOutOfMemory, and kUnsupported where N or K is no

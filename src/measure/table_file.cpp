@@ -91,21 +91,21 @@ std::vector<Tactic> sweep_candidates(int m, std::int64_t n, std::int64_t k, cons
   for (const Tactic& tactic : valid_tactics(m, n, k, facts))
     ranked.emplace_back(model_us(tactic, m, n, k, facts), tactic);
   std::stable_sort(ranked.begin(), ranked.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
+  // The best of each load, tile_n and kind of cluster; then three quarters wgmma, which the model does not compare well
+  // with mma.sync; then what is left of either. Of mma.sync tactics that differ in their stages alone, two.
   std::map<std::tuple<Mma, WeightLoad, int, bool>, int> of_kind;
-  std::map<std::tuple<Mma, WeightLoad, int, int, int, int, int, int>, int> of_family;  // all but the stages
-  constexpr int kOfFamily = 2;
-  std::vector<Tactic> chosen, others;
+  std::map<std::tuple<Mma, WeightLoad, int, int, int, int, int, int>, int> of_ring;
+  constexpr int kOfRing = 2;
+  std::vector<Tactic> chosen, others, more;
   for (const auto& [us, t] : ranked) {
-    int& family = of_family[{t.mma, t.weight_load, t.tile_n, t.tile_k, t.k_slices, t.warps, t.cluster_n, t.cluster_k}];
-    if (family++ >= kOfFamily) continue;
+    int& rings = of_ring[{t.mma, t.weight_load, t.tile_n, t.tile_k, t.k_slices, t.warps, t.cluster_n, t.cluster_k}];
+    if (rings++ >= kOfRing && t.mma == Mma::kMmaSync) continue;
     const bool cluster = t.cluster_n * t.cluster_k > 1;
     (of_kind[{t.mma, t.weight_load, t.tile_n, cluster}]++ == 0 ? chosen : others).push_back(t);
   }
-  // Half of what is left for each mma, which the model does not compare well; then what one of them could not fill.
-  const int half = (count - static_cast<int>(chosen.size()) + 1) / 2;
-  std::map<Mma, int> of_mma;
-  std::vector<Tactic> more;
-  for (const Tactic& t : others) (of_mma[t.mma]++ < half ? chosen : more).push_back(t);
+  std::map<Mma, int> left = {{Mma::kWgmma, count * 3 / 4}, {Mma::kMmaSync, count / 4}};
+  for (const Tactic& t : chosen) --left[t.mma];
+  for (const Tactic& t : others) (left[t.mma]-- > 0 ? chosen : more).push_back(t);
   chosen.insert(chosen.end(), more.begin(), more.end());
   chosen.resize(std::min(chosen.size(), static_cast<std::size_t>(count)));
   return chosen;

@@ -20,8 +20,8 @@ struct MeasuredEntry {
 };
 
 // The tactics worth timing, at most `count`: the best of each mma, load kind, tile_n, and cluster or none, of which the
-// model is least sure; then the best by the model, half for each mma where both have so many. At most two differ in
-// their stages alone.
+// model is least sure; then the best by the model, three quarters of them wgmma where it has so many. At most two
+// mma.sync tactics differ in their stages alone.
 std::vector<Tactic> sweep_candidates(int m, std::int64_t n, std::int64_t k, const DeviceFacts& facts, int count);
 
 using TableKey = std::tuple<std::int64_t, std::int64_t, int>;  // n, k, rows
