@@ -25,6 +25,7 @@ struct KdaBenchArguments {
   std::vector<int> heads;
   std::vector<std::int64_t> requests;
   std::vector<int> tokens;
+  std::string mode = "slots";
   int conv_len = 0;  // 0: the least of each token count
   bool dim_first = false;
   bool early_caches = false;
@@ -41,6 +42,7 @@ std::string list_of(const std::vector<T>& values) {
 std::string command_of(const KdaBenchArguments& a) {
   std::string text = fmt::format("{} --device {} --heads {} --requests {} --tokens {}", kPlace, a.device,
                                  list_of(a.heads), list_of(a.requests), list_of(a.tokens));
+  if (a.mode != "slots") text += " --mode " + a.mode;
   if (a.conv_len > 0) text += fmt::format(" --conv-len {}", a.conv_len);
   if (a.dim_first) text += " --dim-first";
   if (a.early_caches) text += " --early-caches";
@@ -49,22 +51,30 @@ std::string command_of(const KdaBenchArguments& a) {
   return text;
 }
 
-KdaBenchOptions bench_of(const KdaBenchArguments& a, int heads, int tokens) {
-  return {heads, tokens, a.conv_len > 0 ? a.conv_len : least_conv_len(tokens), a.dim_first, a.early_caches};
+// Every (mode, q, H) that is asked for, in the order of the rows.
+std::vector<KdaBenchOptions> benches_of(const KdaBenchArguments& a) {
+  std::vector<KdaBenchOptions> benches;
+  for (const bool records : {false, true}) {
+    if (a.mode == (records ? "slots" : "records")) continue;
+    for (const int tokens : a.tokens)
+      for (const int heads : a.heads)
+        benches.push_back({heads, tokens, a.conv_len > 0 ? a.conv_len : least_conv_len(tokens), a.dim_first,
+                           a.early_caches, records});
+  }
+  return benches;
 }
 
 // Every key that is asked for is one that construction and prepare take: said before anything is measured.
 void check_keys(const KdaBenchArguments& a) {
-  for (const int heads : a.heads)
-    for (const int tokens : a.tokens) {
-      const KdaBenchOptions bench = bench_of(a, heads, tokens);
-      KdaProblem problem;
-      problem.heads = heads;
-      problem.tokens = problem.window = tokens;
-      problem.conv_len = bench.conv_len;
-      problem.dim_first = bench.dim_first;
-      check_problem_shape(problem);
-    }
+  for (const KdaBenchOptions& bench : benches_of(a)) {
+    KdaProblem problem;
+    problem.heads = bench.heads;
+    problem.tokens = problem.window = bench.tokens;
+    problem.conv_len = bench.conv_len;
+    problem.dim_first = bench.dim_first;
+    problem.records = bench.records;
+    check_problem_shape(problem);
+  }
 }
 
 void print_machine(const Machine& machine) {
@@ -75,15 +85,16 @@ void print_machine(const Machine& machine) {
 
 void print_header() {
   fmt::print("us per call, median (spread = p90 - p10); f: the bytes of kda 15.1 at the rate of their mix\n");
-  fmt::print("{:>3} {:>2} {:>4} {:>9} {:>18} {:>7} {:>9} {:<6} {}\n", "H", "q", "B", "f", "measured", "share", "bar",
-             "", "tactic");
+  fmt::print("{:<7} {:>3} {:>2} {:>4} {:>9} {:>18} {:>7} {:>9} {:<6} {}\n", "mode", "H", "q", "B", "f", "measured",
+             "share", "bar", "", "tactic");
 }
 
 void print_row(const KdaRow& row) {
   const auto bar = row.bar_us();
-  fmt::print("{:>3} {:>2} {:>4} {:>9.2f} {:>9.2f} ({:>6.2f}) {:>6.1f}% {:>9} {:<6} {}\n", row.shape.heads,
-             row.shape.tokens, row.shape.requests, row.floor_us(), row.time.median, row.time.spread(),
-             100 * row.share(), bar ? fmt::format("{:.2f}", *bar) : "-", bar ? row.verdict() : "-",
+  fmt::print("{:<7} {:>3} {:>2} {:>4} {:>9.2f} {:>9.2f} ({:>6.2f}) {:>6.1f}% {:>9} {:<6} {}\n",
+             row.shape.records ? "records" : "slots", row.shape.heads, row.shape.tokens, row.shape.requests,
+             row.floor_us(), row.time.median, row.time.spread(), 100 * row.share(),
+             bar ? fmt::format("{:.2f}", *bar) : "-", bar ? row.verdict() : "-",
              row.cpu ? row.kernel : fmt::format("{} ({})", to_string(row.tactic), row.source));
   std::fflush(stdout);
 }
@@ -99,15 +110,15 @@ int bench_on_cpu(const KdaBenchArguments& a) {
              rates.in_place * 1e-3, machine.threads);
   print_header();
   std::size_t done = 0;
-  for (const int tokens : a.tokens)
-    for (const int heads : a.heads)
-      for (const std::int64_t requests : a.requests) {
-        progress.update(done++, a.tokens.size() * a.heads.size() * a.requests.size(),
-                        fmt::format("H {} q {} B {}", heads, tokens, requests));
-        const KdaRow row = bench_kda_host(bench_of(a, heads, tokens), requests, rates);
-        print_row(row);
-        json.add(json_line(row, machine));
-      }
+  const std::vector<KdaBenchOptions> benches = benches_of(a);
+  for (const KdaBenchOptions& bench : benches)
+    for (const std::int64_t requests : a.requests) {
+      progress.update(done++, benches.size() * a.requests.size(),
+                      fmt::format("H {} q {} B {}", bench.heads, bench.tokens, requests));
+      const KdaRow row = bench_kda_host(bench, requests, rates);
+      print_row(row);
+      json.add(json_line(row, machine));
+    }
   json.publish();
   return 0;
 }
@@ -116,9 +127,9 @@ int bench_on_cpu(const KdaBenchArguments& a) {
 // As an entry of tactics/<gpu>.json.
 std::string table_entry_of(const KdaRow& row) {
   return fmt::format(
-      R"({{"heads": {}, "tokens": {}, "requests": {}, "tactic": {{"split": {}, "warps": {}, "pass_rows": {}}}, "us": {:.2f}}})",
-      row.shape.heads, row.shape.tokens, row.shape.requests, row.tactic.split, row.tactic.warps, row.tactic.pass_rows,
-      row.time.median);
+      R"({{{}"heads": {}, "tokens": {}, "requests": {}, "tactic": {{"split": {}, "warps": {}, "pass_rows": {}}}, "us": {:.2f}}})",
+      row.shape.records ? R"("state_mode": "records", )" : "", row.shape.heads, row.shape.tokens, row.shape.requests,
+      row.tactic.split, row.tactic.warps, row.tactic.pass_rows, row.time.median);
 }
 
 // Every tactic for every request count. True if some tactic served each.
@@ -141,34 +152,41 @@ int bench_on_gpu(const KdaBenchArguments& a, int index) {
   const std::optional<KdaTactic> tactic =
       a.tactic.empty() ? std::nullopt : std::optional(parse_tactic(kPlace, a.tactic));
   const MeasureDevice device(index);
+  const std::vector<KdaBenchOptions> benches = benches_of(a);
   if (tactic)
-    for (const int tokens : a.tokens) throw_if_error(kda_tactic_valid(*tactic, tokens, device.facts()));
+    for (const KdaBenchOptions& bench : benches)
+      throw_if_error(
+          kda_tactic_valid(*tactic, bench.tokens, device.facts(),
+                           kda_folded(bench.records ? StateMode::kRecords : StateMode::kSlots, bench.conv_len)));
   JsonFile json(a.json, kPlace);
   Machine machine = this_machine(command_of(a));
   Progress progress("bench");
   std::size_t done = 0;
-  std::map<int, double> rates;  // by tokens
-  for (const int tokens : a.tokens) rates[tokens] = kda_mix_rate(device, tokens, machine);
+  std::map<double, double> rates;  // by writes per read
+  for (const KdaBenchOptions& bench : benches) {
+    const double writes = kda_writes_per_read(bench.shape(1));
+    if (!rates.contains(writes)) rates[writes] = kda_mix_rate(device, writes, machine);
+  }
   print_machine(machine);
-  for (const auto& [tokens, rate] : rates) fmt::print("mix 1:{}: {:.1f} GB/s, read and written\n", tokens, rate * 1e-3);
+  for (const auto& [writes, rate] : rates)
+    fmt::print("mix 1:{:.3g}: {:.1f} GB/s, read and written\n", writes, rate * 1e-3);
   print_header();
   std::vector<KdaRow> winners;
   bool good = true;
-  for (const int tokens : a.tokens)
-    for (const int heads : a.heads) {
-      progress.update(done++, a.tokens.size() * a.heads.size(), fmt::format("H {} q {}", heads, tokens));
-      KdaBench bench(device, bench_of(a, heads, tokens), a.requests, rates.at(tokens));
-      if (a.sweep) {
-        good &= sweep_key(bench, machine, json, winners);
-        continue;
-      }
-      bench.prepare(tactic);
-      for (const std::int64_t requests : a.requests) {
-        const KdaRow row = bench.measure(requests);
-        print_row(row);
-        json.add(json_line(row, machine));
-      }
+  for (const KdaBenchOptions& options : benches) {
+    progress.update(done++, benches.size(), fmt::format("H {} q {}", options.heads, options.tokens));
+    KdaBench bench(device, options, a.requests, rates.at(kda_writes_per_read(options.shape(1))));
+    if (a.sweep) {
+      good &= sweep_key(bench, machine, json, winners);
+      continue;
     }
+    bench.prepare(tactic);
+    for (const std::int64_t requests : a.requests) {
+      const KdaRow row = bench.measure(requests);
+      print_row(row);
+      json.add(json_line(row, machine));
+    }
+  }
   if (!winners.empty()) fmt::print("entries of a tactics file:\n");
   for (const KdaRow& row : winners) fmt::print("  {}\n", table_entry_of(row));
   json.publish();
@@ -209,6 +227,9 @@ void add_bench_kda(CLI::App& bench, int& exit_code) {
   add_list(*kda, "--heads", a->heads, "Heads on this device; default: 12,24,48,96, on a CPU 12", 1, kKdaMaxHeads);
   add_list(*kda, "--requests", a->requests, "Requests; default: 1,2,4,..128, on a CPU 8", 1, 4096);
   add_list(*kda, "--tokens", a->tokens, "Tokens of each request; default: 1,8, on a CPU 1", 1, kKdaMaxTokens);
+  kda->add_option("--mode", a->mode, "State mode: slots, records (of which a verify step folds q / 2 tokens), or both")
+      ->check(CLI::IsMember({"slots", "records", "both"}))
+      ->capture_default_str();
   kda->add_option("--conv-len", a->conv_len, "Positions of a conv line; default: 3, and 2 + tokens in verify")
       ->check(CLI::Range(3, 4096));
   kda->add_flag("--dim-first", a->dim_first, "Conv cache [slots, 3D, L]");

@@ -31,6 +31,7 @@ struct KdaCheckArguments {
   int window = 0;
   std::string layout = "sd";
   std::string gate = "bound";
+  std::string mode = "slots";
   std::string tactic;
 };
 
@@ -43,6 +44,7 @@ std::vector<KdaProblem> problems_of(const KdaCheckArguments& a, bool gpu) {
   p.conv_len = a.conv_len > 0 ? a.conv_len : p.window > 1 ? p.window + 2 : 3;
   p.dim_first = a.layout == "ds";
   p.softplus = a.gate == "softplus";
+  p.records = a.mode == "records";
   if (!a.tactic.empty()) {
     if (!gpu)
       fail(StatusCode::kUnsupported, kPlace, "--device", a.device, "a GPU for --tactic",
@@ -56,9 +58,11 @@ std::vector<KdaProblem> problems_of(const KdaCheckArguments& a, bool gpu) {
 void print_report(const KdaCheckArguments& a, const KdaProblem& p, const KdaReport& report) {
   const KdaErrors& e = report.errors;
   fmt::print(
-      "H {:>3} B {} q {} w {:>2} L {:>2} {} {:<8} {:>4} draws, {:>6.2f} % equal, RMS {:.1e}, state {:.1e} m: {}\n",
+      "H {:>3} B {} q {} w {:>2} L {:>2} {} {:<8} {:<7} {:>4} draws, {:>6.2f} % equal, RMS {:.1e}, state {:.1e} m: "
+      "{}\n",
       p.heads, p.requests, p.tokens, p.window, p.conv_len, p.dim_first ? "DS" : "SD", p.softplus ? "softplus" : "bound",
-      report.draws, 100 * e.equal_share(), e.rms(), e.worst, report.failure.empty() ? "ok" : "FAILED");
+      p.records ? "records" : "slots", report.draws, 100 * e.equal_share(), e.rms(), e.worst,
+      report.failure.empty() ? "ok" : "FAILED");
   if (!report.failure.empty())
     fmt::print("  {}\n    twostep check kda --device {} {}\n", report.failure, a.device, to_options(p));
   std::fflush(stdout);
@@ -102,7 +106,8 @@ int check_kda_command(const KdaCheckArguments& a) {
 }  // namespace
 
 void add_check_kda(CLI::App& check, int& exit_code) {
-  auto* kda = check.add_subcommand("kda", "PreparedKda: keys, layouts, gates, strides, dead and ragged requests");
+  auto* kda =
+      check.add_subcommand("kda", "PreparedKda: keys, layouts, gates, state modes, strides, dead and ragged requests");
   auto a = std::make_shared<KdaCheckArguments>();
   KdaProblem& p = a->problem;
   kda->add_option("--device", a->device, "auto, cpu, cuda:0, ..")->capture_default_str();
@@ -125,6 +130,9 @@ void add_check_kda(CLI::App& check, int& exit_code) {
       ->capture_default_str();
   one->add_option("--gate", a->gate, "bound or softplus")
       ->check(CLI::IsMember({"bound", "softplus"}))
+      ->capture_default_str();
+  one->add_option("--mode", a->mode, "State mode: slots or records")
+      ->check(CLI::IsMember({"slots", "records"}))
       ->capture_default_str();
   one->add_flag("--bias", p.bias, "With a conv bias");
   one->add_flag("--bf16-weights", p.bf16_weights, "Conv weight, bias and norm weight in BF16");

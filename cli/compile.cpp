@@ -63,6 +63,7 @@ struct KdaCompileOptions {
   std::vector<int> tokens{1, 8};
   std::vector<std::string> layouts{"sd"};
   std::vector<std::string> gates{"bound"};
+  std::vector<std::string> modes{"slots"};
   int conv_len = 0;
   bool bias = false;
   bool early_caches = false;
@@ -156,21 +157,28 @@ void add_kda(const KdaCompileOptions& options, const DeviceFacts& facts, std::ve
   std::set<std::string> refused;
   const auto add = [&](const KdaProblem& problem) {
     Job job;
-    job.subject = fmt::format("H {:<3} q {} L {:<2} {} {}", problem.heads, problem.tokens, problem.conv_len,
-                              problem.dim_first ? "DS" : "SD", problem.softplus ? "softplus" : "bound");
+    job.subject = fmt::format("H {:<3} q {} L {:<2} {} {}{}", problem.heads, problem.tokens, problem.conv_len,
+                              problem.dim_first ? "DS" : "SD", problem.softplus ? "softplus" : "bound",
+                              problem.records ? " rec" : "");
     try {
       const KdaBuild build = kda_build_of(problem, facts);
       if (std::find(seen.begin(), seen.end(), build) != seen.end()) return;
       seen.push_back(build);
       job.request.arch = arch_name(facts.arch);
       job.tactic = to_string(build.tactic);
-      job.smem_bytes = kda_smem_bytes(problem.tokens, build.tactic);
-      throw_if_error(kda_tactic_valid(build.tactic, problem.tokens, facts));
+      job.smem_bytes = kda_smem_bytes(problem.tokens, build.tactic, kda_folded(build));
+      throw_if_error(kda_tactic_valid(build.tactic, problem.tokens, facts, kda_folded(build)));
       job.request = kda_compile_request(kda_kernel_text(build), facts.arch);
     } catch (const Error& error) {
       if (!refused.insert(job.subject).second) return;  // once, not for each number of requests
       job.refusal = error.what();
     }
+    jobs->push_back(std::move(job));
+  };
+  const auto add_fold = [&](const KdaProblem& problem) {
+    Job job = job_of(kda_compile_request(kda_fold_text_of(problem), facts.arch));
+    job.subject = fmt::format("H {:<3} fold L {:<2} {} {}", problem.heads, problem.conv_len,
+                              problem.dim_first ? "DS" : "SD", problem.softplus ? "softplus" : "bound");
     jobs->push_back(std::move(job));
   };
   // The keys of a layer share one conv cache.
@@ -179,19 +187,23 @@ void add_kda(const KdaCompileOptions& options, const DeviceFacts& facts, std::ve
   problem.bias = options.bias;
   problem.early_caches = options.early_caches;
   problem.tactic = tactic;
-  for (const int heads : options.heads)
-    for (const int tokens : options.tokens)
+  problem.conv_len = options.conv_len > 0 ? options.conv_len : shared_conv_len;
+  for (const std::string& mode : options.modes)
+    for (const int heads : options.heads)
       for (const std::string& layout : options.layouts)
-        for (const std::string& gate : options.gates)
-          for (const std::int64_t requests : options.requests) {
-            problem.heads = heads;
-            problem.requests = requests;
-            problem.tokens = problem.window = tokens;
-            problem.conv_len = options.conv_len > 0 ? options.conv_len : shared_conv_len;
-            problem.dim_first = layout == "ds";
-            problem.softplus = gate == "softplus";
-            add(problem);
-          }
+        for (const std::string& gate : options.gates) {
+          problem.records = mode == "records";
+          problem.heads = heads;
+          problem.dim_first = layout == "ds";
+          problem.softplus = gate == "softplus";
+          for (const int tokens : options.tokens)
+            for (const std::int64_t requests : options.requests) {
+              problem.requests = requests;
+              problem.tokens = problem.window = tokens;
+              add(problem);
+            }
+          if (problem.records) add_fold(problem);
+        }
 }
 
 // The kernels and load paths that no tactic of today's tables may choose, on the first shape: with them, every
@@ -216,6 +228,7 @@ void add_others(const CompileOptions& options, const DeviceFacts& facts, std::ve
   kda.tokens = {1, 2, 8};
   kda.layouts = {"sd", "ds"};
   kda.gates = {"bound", "softplus"};
+  kda.modes = {"slots", "records"};
   add_kda(kda, facts, jobs);
 }
 
@@ -365,6 +378,10 @@ void add_compile_kda(CLI::App* compile, int& exit_code) {
   command->add_option("--gate", options->gates, "bound, softplus")
       ->delimiter(',')
       ->check(CLI::IsMember({"bound", "softplus"}))
+      ->capture_default_str();
+  command->add_option("--mode", options->modes, "state mode: slots, records")
+      ->delimiter(',')
+      ->check(CLI::IsMember({"slots", "records"}))
       ->capture_default_str();
   command->add_flag("--bias", options->bias, "with a conv bias");
   command->add_flag("--early-caches", options->early_caches, "the kernels of KdaOptions::early_caches");

@@ -2,7 +2,8 @@
 # compile_all_kernels.sh [TWOSTEP [ARGUMENT...]]
 # Compiles every kernel file for every architecture with NVRTC, without a GPU; fails on an error, on a spill, and where
 # ptxas serialises wgmma (its remarks C75xx). More arguments of `twostep compile` may choose other shapes than those of
-# K3.1 at TP8. The step of PreparedKda is compiled for 12 heads, with 1, 2 and 8 tokens, both conv layouts and both gates.
+# K3.1 at TP8. The step of PreparedKda is compiled for 12 heads, with 1, 2 and 8 tokens, both conv layouts, both gates and
+# both state modes.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

@@ -1,8 +1,8 @@
-// PreparedKda: the Kimi Delta Attention core of one layer, for decode and verify steps (spec: kda 1-7, 9-14).
+// PreparedKda: the Kimi Delta Attention core of one layer, for decode and verify steps (spec: kda 1-14).
 //
-// One call takes R = B * q rows of a layer's projection and gives R rows for its output projection; the conv and the
-// state cache are updated in place, and nothing else is written but the optional counters. On a GPU a call is one
-// launch. With x a projection row and per head 128 keys k and 128 values v:
+// One call takes R = B * q rows of a layer's projection and gives R rows for its output projection; the caches are
+// updated in place, and nothing else is written but the optional counters. On a GPU a call is one launch. With x a
+// projection row and per head 128 keys k and 128 values v:
 //
 //   y     = silu(conv4(x))                    q, k, v after a causal convolution of width 4
 //   q, k  = y_q / |y_q| * scale, y_k / |y_k|
@@ -20,6 +20,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -43,15 +44,17 @@ std::string to_string(KdaKey key);  // "4" for decode, "(4, 2)" for verify
 
 // Which CTAs compute the gate's product F_B f. Only kInline exists: each CTA computes what it needs (10.1).
 enum class GateSchedule : std::uint8_t { kInline, kShared, kPrepass };
-// Where a verify step leaves its states: one slot per token, or records that the next step folds in. Only kSlots
-// exists.
+// Where a verify step leaves what its tokens did to the state.
+//   kSlots    one state per token, each in a slot of its own; the next step reads that of the last accepted token
+//   kRecords  u, k and g of each token beside the state of before the step; the next step folds the accepted ones into
+//             the state and stores it once. One slot per request, an eighth of the bytes at q = 8; the same bits
 enum class StateMode : std::uint8_t { kSlots, kRecords };
 
 // How one key runs on a GPU. Plain and printable.
 struct KdaTactic {
   int split = 1;      // CTAs of a cluster that share the 128 values of a head: 1, 2, 4, 8
   int warps = 8;      // of a CTA: 4, 8, 16
-  int pass_rows = 1;  // rows of the state that a thread holds at a time: 1, 2
+  int pass_rows = 1;  // rows of the state that a thread holds at a time: 1, 2, and in verify 4
   friend bool operator==(const KdaTactic&, const KdaTactic&) = default;
 };
 std::string to_string(const KdaTactic& tactic);  // "split 2 warps 8 pass_rows 1"
@@ -65,6 +68,11 @@ struct KdaPolicy {
 
 // The used width of a projection row rounded up to 16: the natural row stride, in elements.
 std::int64_t kda_row_stride(int heads);
+
+// Bytes of one slot's area in the record cache. `entries`: the tokens it has room for, L - 2.
+//   per head, 1024 * entries bytes: u [entries, 128] FP32, k after SiLU [entries, 128] BF16, g [entries, 128] BF16
+//   then count [heads] int32: tokens that are recorded and not yet folded; 0 in a new pool
+std::int64_t kda_record_bytes(int heads, std::int64_t entries);
 
 // The layer's weights, all on one device and contiguous. Marked (b) are borrowed: valid and at their address while the
 // object lives. The others are copied by the constructor and by reload.
@@ -96,8 +104,9 @@ struct KdaOptions {
 // The caches of one layer; as layouts, `data` is not looked at and may be null.
 //   conv     BF16 [slots, L, 3D], or [slots, 3D, L] with conv_dim_first. L >= 3, for verify L >= 2 + q
 //   state    FP32 [slots, H, 128, 128], values before keys: element (h, v, k)
-//   records  not used by StateMode::kSlots
-// Dense inside a slot; slots may lie any multiple of 16 bytes apart. Bases 16-byte aligned.
+//   records  u8 [slots, at least kda_record_bytes(H, L - 2)]; not used by StateMode::kSlots
+// Dense inside a slot; slots may lie any multiple of 16 bytes apart, so that all of a slot may share a page. Bases
+// 16-byte aligned.
 struct KdaCaches {
   TensorView conv;
   TensorView state;
@@ -111,9 +120,10 @@ struct KdaCall {
   KdaCaches caches;      // of the prepared layouts, at any address
   // [B] or [B, w] int32, at least B rows, columns adjacent, rows any stride apart. Column 0 names the request's conv
   // line. Column t of a verify step receives the state after token t; the state read is that of column accepted - 1.
+  // With StateMode::kRecords column 0 names line, state and records, and the others are not read.
   TensorView slots;
-  // [>= B] int32: tokens kept of the request's last verify step, bonus included, 1..w. Verify needs it; decode without
-  // it means 1.
+  // [>= B] int32: tokens kept of the request's last verify step, bonus included, 1..w; with StateMode::kRecords
+  // 1..L - 2, at most what is recorded, and 1 where nothing is. Verify needs it; decode without it means 1.
   std::optional<TensorView> accepted;
   // [>= B] int32: tokens the request really has, 0..q; absent: q. The next step's accepted is at most this.
   std::optional<TensorView> lengths;
@@ -135,6 +145,14 @@ struct KdaCounters {
   std::uint32_t stale_records = 0;
 };
 
+class PreparedKda;
+
+// One layer of a call about many.
+struct KdaLayerCaches {
+  PreparedKda* layer = nullptr;  // prepared for these caches
+  KdaCaches caches;
+};
+
 // A graph that captured a run uses memory of the object: it must not be replayed once the object is gone.
 class PreparedKda {
  public:
@@ -146,9 +164,9 @@ class PreparedKda {
   PreparedKda& operator=(PreparedKda&&) noexcept;
   ~PreparedKda();
 
-  // Compiles or fetches the kernel of every key, and loads it. Needs no data: `layouts` are descriptions. Host work;
-  // not concurrently with run. On an error the object is as it was. Throws kInvalidArgument, kBadLayout, kUnsupported
-  // (architecture, tactic), kUnavailable, kCompileFailed.
+  // Compiles or fetches the kernel of every key, and that of fold_records, and loads it. Needs no data: `layouts` are
+  // descriptions. Host work; not concurrently with run. On an error the object is as it was. Throws kInvalidArgument,
+  // kBadLayout, kUnsupported (architecture, tactic), kUnavailable, kCompileFailed.
   void prepare(const KdaCaches& layouts);
 
   // One step on `stream`, in one launch; may be captured. Allocates, compiles and locks nothing, reads no device
@@ -156,8 +174,28 @@ class PreparedKda {
   // kBadLayout, kInvalidArgument, kWrongDevice, kOverlap before any launch, with nothing changed, and kDeviceError.
   // Bad values in slots, accepted or lengths are no error. In column 0 or column accepted - 1 of slots, in accepted or
   // in lengths: the request is dead for this step (zeros out, no cache touched) and counted. In another column that is
-  // written: that token's state is dropped, and counted where the id is past the pool.
+  // written: that token's state is dropped, and counted where the id is past the pool. With StateMode::kRecords an
+  // accepted that does not fit the records is counted as stale_records, and the request is dead.
   void run(const KdaCall& call, Stream stream = {});
+
+  // Two calls of StateMode::kRecords alone. Each is one launch on `stream` for each layer, may be captured, and treats
+  // bad ids, counts and arguments as run does. `slots` as in KdaCall, column 0 alone; all its rows count. Live requests
+  // of a call name different slots. Many layers share the ids; all are checked before the first launch.
+
+  // Forgets what is recorded: the state is complete as it lies. For each slot whose state something else has written:
+  // a prefill, a copy without its records.
+  void reset_records(const KdaCaches& caches, const TensorView& slots, Stream stream = {});
+  static void reset_records(std::span<const KdaLayerCaches> layers, const TensorView& slots, Stream stream = {});
+  // Folds the first `accepted` recorded tokens into the state, as the next step would: the caches then hold the request
+  // after these tokens, with positions 0..2 of the line, nothing recorded, and 1 as the next accepted. For whoever
+  // looks at a state between steps.
+  //   accepted   [>= rows of slots] int32; 1 where nothing is recorded: then the state is taken as it is
+  //   dst_slots  [>= rows of slots] or of more columns, int32: where line, state and an empty record go; absent: the
+  //              slot itself. The slot that is read stays as it was. No request reads what another one writes.
+  void fold_records(const KdaCaches& caches, const TensorView& slots, const TensorView& accepted,
+                    const std::optional<TensorView>& dst_slots = {}, Stream stream = {});
+  static void fold_records(std::span<const KdaLayerCaches> layers, const TensorView& slots, const TensorView& accepted,
+                           const std::optional<TensorView>& dst_slots = {}, Stream stream = {});
 
   // Other values for the weights: owned copies are rebuilt at their addresses in stream order, so that captured graphs
   // see them; borrowed memory must be the same. Waits for the copies; not under capture, not concurrently with a run.

@@ -1,10 +1,12 @@
-// One decode or verify step of the KDA core of one layer: q = kTokens tokens of each of B requests (spec: kda 4, 6, 7).
+// One decode or verify step of the KDA core of one layer: q = kTokens tokens of each of B requests (spec: kda 4, 6-8).
 //
 //   projected [B q, kRowStride] BF16   Q | K | V | z | f | beta logits; only read, after the dependency
 //   out       [B q, D] BF16            rows out_stride elements apart; only written
 //   conv      BF16                     one line per slot: [L, 3D], or [3D, L] with kDimFirst; slots conv_stride apart
 //   state     FP32                     [H, 128 v, 128 k] per slot; slots state_stride apart
 //   slots     int32                    row n at n * slots_stride; column 0 names the line, column t takes state t
+//   records   with kRecords            per slot, slots record_stride bytes apart: of each head u [E][128] FP32,
+//                                      k [E][128] BF16, g [E][128] BF16, E = L - 2; then the heads' counts
 //
 //   weights, constant: owned, FP32: conv [3][4][D], bias [3][D], norm [128]; f_b [D, 128] BF16; a_log [H] and
 //   dt_bias [D] FP32
@@ -16,10 +18,24 @@
 //   q, k   = scale y_q / sqrt(|y_q|^2 + 1e-6),  y_k / sqrt(|y_k|^2 + 1e-6)
 //   g      = R16(F_B f);  decay = exp(lb sigmoid(A (g + dt_bias))), or exp(-A softplus(g + dt_bias))
 //
-// and then walk through the tokens with the state in registers, eight lanes to a row v, `kPassRows` rows a thread:
+// and then, with the state in registers, eight lanes to a row v, `kPassRows` rows a thread, for each token
 //
 //   S = S decay;  p = S k;  u = beta (v - p);  o = S q + u (k . q);  S = S + u k^T;  o = R16(o)
 //   out = R16(o rsqrt(mean o^2 + eps) norm sigmoid(z))
+//
+// A verify step needs p and o of token t from the state S0 before its tokens alone. With D_t the product of the decays
+// 0 .. t and w_ts that of s + 1 .. t (the chunk form of the delta rule: arxiv.org/abs/2406.06484, with the decay per
+// key of arxiv.org/abs/2510.26692):
+//
+//   p_t = S0 (D_t k_t) + sum over s < t of u_s (k_s . w_ts k_t);  o_t = S0 (D_t q_t) + sum over s <= t of u_s (k_s .
+//   w_ts q_t)
+//
+// So the state is read once for all tokens, and what waits for the token before is a few numbers per row.
+//
+// With kRecords all is of column 0, and the accepted tokens that the last verify step recorded come first: k and decay
+// from their k and g as above, then S = S decay; S = S + u k^T with their u. That S is stored; the new tokens leave u,
+// k and g as records, and no state. Decode stores the state after its token, and no record. The same operations in the
+// same order: what is folded has the bits that a slot would have.
 //
 // R16 rounds to BF16, to nearest even; sums are FP32 in an order that depends on the tactic alone. No atomics on
 // results. A thread loads every state element that it stores, and only after the load: a slot may be read and written.
@@ -61,6 +77,8 @@ struct Params {
   float scale;
   float norm_eps;
   float lower_bound;
+  u8* records;  // null but with kRecords
+  i64 record_stride;
 };
 
 constexpr int kDim = 128;  // keys and values of a head
@@ -77,18 +95,34 @@ struct Layout {
   static constexpr int kWarpTokens = (C::kTokens + C::kWarps - 1) / C::kWarps;  // tokens of one warp
   static constexpr int kGateWarps = C::kWarps < 8 ? C::kWarps : 8;
   static constexpr int kGateBlocks = 8 / kGateWarps;  // 16 rows of F_B each, of one warp
+  static constexpr int kEntries = C::kConvLen - 2;    // tokens that a slot has records of
+  // Of them, those that a step may fold: no step records more than 8.
+  static constexpr int kFolded = !C::kRecords ? 0 : kEntries < 8 ? kEntries : 8;
+  static constexpr bool kNotes = C::kRecords && C::kTokens > 1;  // records its tokens
+
+  // Rows of 128 that a token has: k, q, decay. Then D q takes q's; D k takes k's or, where the state goes on from token
+  // to token, the fourth.
+  static constexpr int kVectorRows = C::kTokens > 1 && !kNotes ? 4 : 3;
+  static constexpr int kDecayedK = kVectorRows == 4 ? 3 : 0;
+  // Coefficients of u: for each token, of its p and of its o, those of tokens 0 ..
+  static constexpr int kPitch = C::kTokens > 4 ? 8 : C::kTokens > 2 ? 4 : C::kTokens > 1 ? 2 : 0;
 
   // Shared memory, bytes.
-  static constexpr int kWeights = kValues * kDim * 4;  // after the state: conv taps [4][128] of Q and of K,
-                                                       // [4][kValues] of V, norm weight [kValues]
-  static constexpr int kWeightBytes = (4 * (2 * kDim + kValues) + kValues) * 4;
-  static constexpr int kVectors = kWeights + kWeightBytes;  // k, q, decay of each token
-  static constexpr int kV = kVectors + C::kTokens * 3 * kDim * 4;
-  static constexpr int kO = kV + C::kTokens * kValues * 4;
-  static constexpr int kScalars = kO + C::kTokens * kValues * 4;  // beta and k . q of each token
-  static constexpr int kSums = kScalars + C::kTokens * 8;         // of squares: [split][tokens]
+  static constexpr int kNorm = kValues * kDim * 4;   // after the state: norm weight [kValues]
+  static constexpr int kTaps = kNorm + kValues * 4;  // of the convolution, [4][128] of Q and of K, [4][kValues] of V
+  static constexpr int kTapBytes = 4 * (2 * kDim + kValues) * 4;
+  // Where the taps were: k and g of each token as BF16, for its record, and the coefficients.
+  static constexpr int kNoted = kTaps;
+  static constexpr int kCoefficients = kNoted + (kNotes ? C::kTokens * 2 * kDim * 2 : 0);
+  static constexpr int kAfterTaps = kCoefficients + C::kTokens * 2 * kPitch * 4;
+  static constexpr int kVectors = kAfterTaps > kTaps + kTapBytes ? kAfterTaps : kTaps + kTapBytes;  // of each token
+  static constexpr int kV = kVectors + C::kTokens * kVectorRows * kDim * 4;
+  static constexpr int kO = kV + C::kTokens * kValues * 4;  // before o, u of each folded token
+  static constexpr int kRecalled = kO + (kFolded > C::kTokens ? kFolded : C::kTokens) * kValues * 4;  // k and decay
+  static constexpr int kScalars = kRecalled + kFolded * 2 * kDim * 4;  // beta and, of a single token, k . q
+  static constexpr int kSums = kScalars + C::kTokens * 8;              // of squares: [split][tokens]
   static constexpr int kBarriers = (kSums + C::kSplit * C::kTokens * 4 + 7) / 8 * 8;
-  static constexpr int kSmemBytes = kBarriers + (kPasses + 2) * 8;
+  static constexpr int kSmemBytes = kBarriers + (kPasses + 2 + C::kRecords) * 8;
 
   static_assert(C::kTokens >= 1 && C::kTokens <= 8 && C::kHeads >= 1 && C::kHeads <= 128);
   static_assert(kPasses >= 1 && kPasses * kPassValues == kValues);
@@ -106,7 +140,9 @@ struct Request {
   int length;
   bool readable;  // line, source and accepted are good
   bool live;      // and so is length, which is not 0
+  int count;      // with kRecords, of the head: tokens that are recorded
 };
+enum Counter { kBadAccepted, kBadSlot, kBadLength, kStaleRecords };
 
 __device__ inline bool is_live(const Params& p, int slot) { return slot >= p.first_live_slot && slot < p.num_slots; }
 
@@ -115,8 +151,14 @@ __device__ inline void load_slots(Request& r, const Params& p, i64 n, int lane) 
   r.window_slots = lane < p.window ? p.slots[n * p.slots_stride + lane] : -1;
   r.accepted = p.accepted != nullptr ? p.accepted[n] : 1;
 }
+template <class C>
 __device__ inline void resolve_slots(Request& r, const Params& p, i64 n) {
   r.line = __shfl_sync(~0u, r.window_slots, 0);
+  if constexpr (C::kRecords) {
+    r.source = r.line;
+    r.readable = r.accepted >= 1 && r.accepted <= Layout<C>::kEntries && is_live(p, r.line);
+    return;
+  }
   const bool in_window = r.accepted >= 1 && r.accepted <= p.window;
   r.source = __shfl_sync(~0u, r.window_slots, in_window ? (r.accepted - 1) & 31 : 0);
   if (in_window && r.accepted > 32) r.source = p.slots[n * p.slots_stride + r.accepted - 1];
@@ -130,15 +172,14 @@ __device__ inline void read_length(Request& r, const Params& p, i64 n, bool coun
   const bool good_length = r.length >= 0 && r.length <= C::kTokens;
   r.live = r.readable && good_length && r.length > 0;
   if (!counts || p.counters == nullptr) return;
-  enum { kBadAccepted, kBadSlot, kBadLength };
   int bad = -1;
   if (r.line < p.first_live_slot) bad = -1;
   else if (r.line >= p.num_slots) bad = kBadSlot;
   else if (!good_length) bad = kBadLength;
   else if (r.length == 0) bad = -1;
-  else if (r.accepted < 1 || r.accepted > p.window) bad = kBadAccepted;
+  else if (r.accepted < 1 || r.accepted > (C::kRecords ? Layout<C>::kEntries : p.window)) bad = kBadAccepted;
   else if (r.source >= p.num_slots) bad = kBadSlot;
-  else if (r.live && C::kTokens > 1) {
+  else if (r.live && C::kTokens > 1 && !C::kRecords) {
     for (int t = 1; t < r.length; ++t)
       if (p.slots[n * p.slots_stride + t] >= p.num_slots) bad = kBadSlot;
   }
@@ -194,8 +235,15 @@ __device__ inline float silu(float x) {
 __device__ inline float4 multiply_add(float4 a, float4 b, float4 c) {
   return {a.x * b.x + c.x, a.y * b.y + c.y, a.z * b.z + c.z, a.w * b.w + c.w};
 }
+// These leave the compiler no choice of what to fuse, wherever they stand: a fold must give the bits of the step
+// that was recorded.
+__device__ inline float4 multiplied(float4 a, float4 b) {
+  return {__fmul_rn(a.x, b.x), __fmul_rn(a.y, b.y), __fmul_rn(a.z, b.z), __fmul_rn(a.w, b.w)};
+}
+__device__ inline float dot(float4 a, float4 b, float sum = 0) {
+  return __fmaf_rn(a.w, b.w, __fmaf_rn(a.z, b.z, __fmaf_rn(a.y, b.y, __fmaf_rn(a.x, b.x, sum))));
+}
 __device__ inline float4 scaled(float4 a, float s) { return {a.x * s, a.y * s, a.z * s, a.w * s}; }
-__device__ inline float dot(float4 a, float4 b) { return a.x * b.x + a.y * b.y + a.z * b.z + a.w * b.w; }
 __device__ inline float warp_sum(float v) {
 #pragma unroll
   for (int i = 16; i > 0; i /= 2) v += __shfl_xor_sync(~0u, v, i);
@@ -258,12 +306,19 @@ struct Shift {
 // sum is the same, and F_B goes from memory to registers once.
 
 template <class C>
+__device__ inline float decay_of(const Params& p, float a, float s) {
+  if constexpr (C::kLowerBound) return expf(p.lower_bound * sigmoid(a * s));
+  return expf(-a * (s > 20.0f ? s : log1pf(expf(s))));
+}
+
+template <class C>
 struct Gate {
   using L = Layout<C>;
   uint4 rows[L::kGateBlocks][2][4];  // of rows lane / 4 and lane / 4 + 8 of a block
   float dt_bias[L::kGateBlocks][2];
   float a;
-  uint4 f[4];  // of token lane / 4
+  uint4 f[4];                    // of token lane / 4
+  u32 noted[L::kGateBlocks][2];  // g of two tokens, for their records
 
   __device__ static int row(int warp, int block, int half, int lane) {
     return (warp + block * L::kGateWarps) * 16 + half * 8 + lane / 4;
@@ -289,9 +344,9 @@ struct Gate {
       if (lane / 4 < C::kTokens) f[i] = *reinterpret_cast<const uint4*>(from + i * 32);
     }
   }
-  // decay of every token to shared memory: vectors[t][2][j].
+  // decay of every token to shared memory: row 2 of its vectors.
   __device__ void compute(const Params& p, i64 first_row, int head, bool writes_rounded, float* vectors, int warp,
-                          int lane) const {
+                          int lane) {
 #pragma unroll
     for (int b = 0; b < L::kGateBlocks; ++b) {
       float g[4] = {};
@@ -301,20 +356,27 @@ struct Gate {
         mma_16x8x16(g, {low.x, high.x, low.y, high.y}, f[i].x, f[i].y);
         mma_16x8x16(g, {low.z, high.z, low.w, high.w}, f[i].z, f[i].w);
       }
+      noted[b][0] = pack_bf16(g[0], g[1]), noted[b][1] = pack_bf16(g[2], g[3]);
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const int t = lane % 4 * 2 + e % 2;
         if (t >= C::kTokens) continue;
         const int j = row(warp, b, e / 2, lane);
         const float rounded = round_bf16(g[e]);
-        vectors[(t * 3 + 2) * kDim + j] = decay(p, rounded + dt_bias[b][e / 2]);
+        vectors[(t * L::kVectorRows + 2) * kDim + j] = decay_of<C>(p, a, rounded + dt_bias[b][e / 2]);
         if (writes_rounded) p.rounded[((first_row + t) * 4 + 3) * L::kChannels + head * kDim + j] = to_bf16(g[e]);
       }
     }
   }
-  __device__ float decay(const Params& p, float s) const {
-    if constexpr (C::kLowerBound) return expf(p.lower_bound * sigmoid(a * s));
-    return expf(-a * (s > 20.0f ? s : log1pf(expf(s))));
+  // g of every token as BF16, [token][k, g][128].
+  __device__ void note(u16* to, int warp, int lane) const {
+#pragma unroll
+    for (int b = 0; b < L::kGateBlocks; ++b)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int t = lane % 4 * 2 + e % 2;
+        if (t < C::kTokens) to[(t * 2 + 1) * kDim + row(warp, b, e / 2, lane)] = u16(noted[b][e / 2] >> e % 2 * 16);
+      }
   }
 };
 
@@ -323,8 +385,8 @@ struct Gate {
 // k, q and decay of one token, this lane's keys.
 struct Vectors {
   float4 k[4], q[4], decay[4];
-  __device__ void load(const float* vectors, int t, int lane) {
-    const float4* from = reinterpret_cast<const float4*>(vectors + t * 3 * kDim) + lane;
+  __device__ void load(const float* vectors, int lane) {
+    const float4* from = reinterpret_cast<const float4*>(vectors) + lane;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       k[i] = from[i * 8];
@@ -338,7 +400,110 @@ __device__ inline float row_sum(float v) {
   for (int i = 4; i > 0; i /= 2) v += __shfl_xor_sync(~0u, v, i);
   return v;
 }
-__device__ inline float4 multiplied(float4 a, float4 b) { return {a.x * b.x, a.y * b.y, a.z * b.z, a.w * b.w}; }
+
+// Sums over kLanes neighbouring lanes of kValues values, both powers of two: a lane gets that of value lane * kValues /
+// kLanes. Each exchange halves what is left to add.
+template <int kLanes, int kValues, int kSize>
+__device__ inline float sum_scattered(float (&v)[kSize], int lane) {
+  if constexpr (kLanes == 1) {
+    return v[0];
+  } else if constexpr (kValues == 1) {
+    v[0] += __shfl_xor_sync(~0u, v[0], kLanes / 2);
+    return sum_scattered<kLanes / 2, 1>(v, lane);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kValues / 2; ++i) {
+      const float low = v[i], high = v[i + kValues / 2];
+      const bool upper = lane & kLanes / 2;
+      v[i] = (upper ? high : low) + __shfl_xor_sync(~0u, upper ? low : high, kLanes / 2);
+    }
+    return sum_scattered<kLanes / 2, kValues / 2>(v, lane);
+  }
+}
+
+// Of token t, by its warp: D k and D q, and the coefficients of u in its p and o.
+template <class C>
+__device__ inline void combine_tokens(const float* vectors, float* coefficients, int t, int lane, float4& decayed_k,
+                                      float4& decayed_q) {
+  using L = Layout<C>;
+  const auto row = [&](int s, int i) {
+    return reinterpret_cast<const float4*>(vectors + (s * L::kVectorRows + i) * kDim)[lane];
+  };
+  const float4 k = row(t, 0), q = row(t, 1);
+  float4 w = {1, 1, 1, 1};
+  float sums[2 * L::kPitch] = {};
+#pragma unroll
+  for (int s = C::kTokens - 1; s >= 0; --s) {
+    if (s > t) continue;
+    const float4 seen = multiplied(w, row(s, 0));
+    sums[s] = dot(seen, k);
+    sums[L::kPitch + s] = dot(seen, q);
+    w = multiplied(w, row(s, 2));
+  }
+  decayed_k = multiplied(w, k), decayed_q = multiplied(w, q);
+  const float sum = sum_scattered<32, 2 * L::kPitch>(sums, lane);
+  constexpr int kSame = 32 / (2 * L::kPitch);  // lanes that have the same one
+  if (lane % kSame == 0) coefficients[t * 2 * L::kPitch + lane / kSame] = sum;
+}
+
+// ---- Records (kda 5.5, 8)
+
+// One head's part of a slot's area.
+template <class C>
+struct Records {
+  static constexpr i64 kBlock = i64(1024) * Layout<C>::kEntries;
+  u8* block;
+  int* count;
+
+  __device__ Records(const Params& p, int slot, int head) {
+    u8* area = p.records + slot * p.record_stride;
+    block = area + head * kBlock;
+    count = reinterpret_cast<int*>(area + C::kHeads * kBlock) + head;
+  }
+  __device__ float* u(int t) const { return reinterpret_cast<float*>(block) + t * kDim; }
+  __device__ u16* k(int t) const { return reinterpret_cast<u16*>(block + 512 * Layout<C>::kEntries) + t * kDim; }
+  __device__ u16* g(int t) const { return reinterpret_cast<u16*>(block + 768 * Layout<C>::kEntries) + t * kDim; }
+};
+
+// Where nothing is recorded nothing is accepted but the token that a fresh request begins with.
+template <class C>
+__device__ inline bool is_stale(int accepted, int count) {
+  return count == 0 ? accepted != 1 : accepted > count || accepted > Layout<C>::kFolded;
+}
+
+// k and decay of recorded tokens, one warp for each, four neighbouring channels per lane.
+template <class C>
+struct Recall {
+  float4 dt_bias;
+  float a;
+
+  __device__ void load_weights(const Params& p, int head, int lane) {
+    const float* from = p.dt_bias + head * kDim + lane * 4;  // aligned to 4 bytes
+    dt_bias = {from[0], from[1], from[2], from[3]};
+    a = expf(p.a_log[head]);
+  }
+  // To row[0] and row[1], where the raw values may lie once every lane has its own.
+  __device__ void compute(const Params& p, uint2 k_raw, uint2 g_raw, float* row, int lane) const {
+    const float4 k = widen(k_raw), g = widen(g_raw);
+    const float k_scale = rsqrtf(warp_sum(dot(k, k)) + 1e-6f);
+    float4* to = reinterpret_cast<float4*>(row) + lane;
+    to[0] = scaled(k, k_scale);
+    to[kDim / 4] = {decay_of<C>(p, a, g.x + dt_bias.x), decay_of<C>(p, a, g.y + dt_bias.y),
+                    decay_of<C>(p, a, g.z + dt_bias.z), decay_of<C>(p, a, g.w + dt_bias.w)};
+  }
+};
+
+// One recorded token into rows of the state; u is that of each row.
+template <int kRows>
+__device__ inline void fold_token(float4 (&s)[kRows][4], const float* row, const float (&u)[kRows], int row_lane) {
+  const float4* from = reinterpret_cast<const float4*>(row) + row_lane;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float4 k = from[i * 8], decay = from[kDim / 4 + i * 8];
+#pragma unroll
+    for (int g = 0; g < kRows; ++g) s[g][i] = multiply_add({u[g], u[g], u[g], u[g]}, k, multiplied(s[g][i], decay));
+  }
+}
 
 // ---- Prologue: what the copy unit brings. One elected lane.
 
@@ -346,14 +511,15 @@ __device__ inline float4 multiplied(float4 a, float4 b) { return {a.x * b.x, a.y
 template <class C>
 __device__ inline void load_weights(const Params& p, u32 to, int head, int first_value, u32 barrier) {
   using L = Layout<C>;
-  barrier_arrive_expect(barrier, L::kWeightBytes);
+  barrier_arrive_expect(barrier, L::kTapBytes + L::kValues * 4);
+  bulk_load(to, p.owned + 15 * L::kChannels + first_value % kDim, L::kValues * 4, barrier);
+  to += L::kValues * 4;
   for (int third = 0; third < 3; ++third) {
     const int first = third < 2 ? head * kDim : first_value;
     const int bytes = (third < 2 ? kDim : L::kValues) * 4;
     for (int i = 0; i < 4; ++i, to += bytes)
       bulk_load(to, p.owned + (third * 4 + i) * L::kChannels + first, bytes, barrier);
   }
-  bulk_load(to, p.owned + 15 * L::kChannels + first_value % kDim, L::kValues * 4, barrier);
 }
 // The state of this CTA's values, a pass at a time.
 template <class C>
@@ -363,6 +529,17 @@ __device__ inline void load_state(const Params& p, u32 to, int source, int first
   for (int i = 0; i < Layout<C>::kPasses; ++i) {
     barrier_arrive_expect(barriers + i * 8, kBytes);
     bulk_load(to + i * kBytes, from + i * Layout<C>::kPassValues * kDim, kBytes, barriers + i * 8);
+  }
+}
+// The records of `tokens` tokens: k and g in the first half of the rows that they become, u of this CTA's values.
+template <class C>
+__device__ inline void load_records(const Records<C>& records, int tokens, u32 smem, int rank, u32 barrier) {
+  using L = Layout<C>;
+  barrier_arrive_expect(barrier, tokens * (2 * kDim * 2 + L::kValues * 4));
+  for (int t = 0; t < tokens; ++t) {
+    bulk_load(smem + L::kRecalled + t * 2 * kDim * 4, records.k(t), kDim * 2, barrier);
+    bulk_load(smem + L::kRecalled + (t * 2 + 1) * kDim * 4, records.g(t), kDim * 2, barrier);
+    bulk_load(smem + L::kO + t * L::kValues * 4, records.u(t) + rank * L::kValues, L::kValues * 4, barrier);
   }
 }
 __device__ inline void wait_arrival(u32 barrier) {
@@ -375,16 +552,18 @@ __device__ inline void kda_step(const Params& p) {
   using L = Layout<C>;
   extern __shared__ __align__(128) u8 smem[];
   const u32 state_smem = smem_address(smem);
-  const float* taps = reinterpret_cast<const float*>(smem + L::kWeights);
-  const float* norm_weight = taps + 4 * (2 * kDim + L::kValues);
-  float* vectors = reinterpret_cast<float*>(smem + L::kVectors);    // [tokens][k, q, decay][128]
+  const float* norm_weight = reinterpret_cast<const float*>(smem + L::kNorm);
+  const float* taps = reinterpret_cast<const float*>(smem + L::kTaps);
+  float* vectors = reinterpret_cast<float*>(smem + L::kVectors);    // [tokens][kVectorRows][128]
   float* v_smem = reinterpret_cast<float*>(smem + L::kV);           // [tokens][values]
   float* o_smem = reinterpret_cast<float*>(smem + L::kO);           // [tokens][values]
   float2* scalars = reinterpret_cast<float2*>(smem + L::kScalars);  // beta, k . q
-  float* sums = reinterpret_cast<float*>(smem + L::kSums);          // [split][tokens]
-  const u32 state_barriers = state_smem + L::kBarriers;             // one per pass
+  float* coefficients = reinterpret_cast<float*>(smem + L::kCoefficients);
+  float* sums = reinterpret_cast<float*>(smem + L::kSums);  // [split][tokens]
+  const u32 state_barriers = state_smem + L::kBarriers;     // one per pass
   const u32 weights_barrier = state_barriers + L::kPasses * 8;
   const u32 sums_barrier = weights_barrier + 8;
+  const u32 records_barrier = sums_barrier + 8;
 
   const int warp = threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
@@ -394,21 +573,30 @@ __device__ inline void kda_step(const Params& p) {
   const i64 n = unit / C::kHeads;
   const int first_value = head * kDim + rank * L::kValues;  // of the D
   const u16* rows = p.projected + n * C::kTokens * C::kRowStride;
-  const bool has_values = lane * 4 < L::kValues;  // four per lane
-  constexpr int kLoaderWarp = C::kWarps / 2;
+  const bool has_values = lane * 4 < L::kValues;                              // four per lane
+  constexpr int kLoaderWarp = C::kWarps / 2, kRecordsWarp = kLoaderWarp + 1;  // their copies are issued side by side
   const int v_warp = C::kWarps - 1 - warp;  // tokens are given to warps in rising order for q and k, falling for v
 
   pdl_launch();
   if (warp == kLoaderWarp && elect_one()) {
     for (int i = 0; i < L::kPasses + 2; ++i) barrier_init(state_barriers + i * 8, 1);
     barrier_init_fence();
-    load_weights<C>(p, state_smem + L::kWeights, head, first_value, weights_barrier);
+    load_weights<C>(p, state_smem + L::kNorm, head, first_value, weights_barrier);
+  }
+  if constexpr (C::kRecords) {
+    if (warp == kRecordsWarp && elect_one()) {
+      barrier_init(records_barrier, 1);
+      barrier_init_fence();
+    }
   }
   __syncwarp();
-  if constexpr (C::kSplit > 1) cluster_arrive();  // this CTA runs, and its barriers are initialised
+  if constexpr (C::kSplit > 1) cluster_arrive_relaxed();  // this CTA runs, and its barriers are initialised
   const bool gates = warp < L::kGateWarps;
   Gate<C> gate;
   if (gates) gate.load_weights(p, head, warp, lane);
+  Recall<C> recall;
+  if constexpr (C::kRecords)
+    if (v_warp < L::kFolded) recall.load_weights(p, head, lane);
 
   // ---- Slots; the state on its way to shared memory; the history of the warp's first tokens
 
@@ -424,9 +612,17 @@ __device__ inline void kda_step(const Params& p) {
   Request r = {};
   u16* line = nullptr;
   const auto read_caches = [&] {
-    resolve_slots(r, p, n);
+    resolve_slots<C>(r, p, n);
     if (!r.readable) return;
     line = p.conv + r.line * p.conv_stride;
+    if constexpr (C::kRecords) {
+      // Not after the count, which would be a trip to memory more: what is not folded is not used.
+      const Records<C> records(p, r.line, head);
+      r.count = *records.count;
+      const int tokens = r.accepted <= L::kFolded ? r.accepted : 0;
+      if (warp == kRecordsWarp && elect_one()) load_records<C>(records, tokens, state_smem, rank, records_barrier);
+      __syncwarp();
+    }
     if (warp == kLoaderWarp && elect_one()) load_state<C>(p, state_smem, r.source, first_value, state_barriers);
     __syncwarp();
     if (has_qk) {
@@ -456,20 +652,24 @@ __device__ inline void kda_step(const Params& p) {
 
   // ---- Zeros for tokens that are not there, and for dead requests
 
-  const int live_tokens = r.live ? r.length : 0;
-  for (int i = threadIdx.x; i < (C::kTokens - live_tokens) * (L::kValues / 4); i += L::kThreads) {
-    const int t = live_tokens + i / (L::kValues / 4);
-    store_four(p.out + (n * C::kTokens + t) * p.out_stride + first_value + i % (L::kValues / 4) * 4, {0, 0});
-  }
-  if (!r.live) {
+  const auto write_zeros = [&](int live_tokens) {
+    for (int i = threadIdx.x; i < (C::kTokens - live_tokens) * (L::kValues / 4); i += L::kThreads) {
+      const int t = live_tokens + i / (L::kValues / 4);
+      store_four(p.out + (n * C::kTokens + t) * p.out_stride + first_value + i % (L::kValues / 4) * 4, {0, 0});
+    }
+  };
+  const auto leave = [&] {
     __syncthreads();  // the barriers are initialised; copies under way must land before the CTA ends
     wait_arrival(weights_barrier);
-    if (r.readable)
+    if (r.readable) {
       for (int i = 0; i < L::kPasses; ++i) wait_arrival(state_barriers + i * 8);
+      if constexpr (C::kRecords) wait_arrival(records_barrier);
+    }
     __syncwarp();
     if constexpr (C::kSplit > 1) cluster_wait();
-    return;
-  }
+  };
+  write_zeros(r.live ? r.length : 0);
+  if (!r.live) return leave();
 
   // ---- Gate and convolution of all tokens
 
@@ -482,8 +682,19 @@ __device__ inline void kda_step(const Params& p) {
       z[i] = load_four(rows + i64(t) * C::kRowStride + 3 * L::kChannels + first_value + lane * 4);
   }
   if (gates) gate.compute(p, n * C::kTokens, head, writes_rounded && rank == 0, vectors, warp, lane);
-  __syncthreads();  // the barrier of the taps is initialised
+  int pending = 0;  // recorded tokens to fold
+  if constexpr (C::kRecords) {
+    if (is_stale<C>(r.accepted, r.count)) {
+      if (p.counters != nullptr && head == 0 && rank == 0 && threadIdx.x == 0)
+        atomicAdd(p.counters + kStaleRecords, 1u);
+      write_zeros(0);
+      return leave();
+    }
+    pending = r.count > 0 ? r.accepted : 0;
+  }
+  __syncthreads();  // the barriers are initialised
   wait_arrival(weights_barrier);
+  uint2 noted_k[2];  // of at most two tokens, for their records
   for (int t = warp; t < r.length; t += C::kWarps) {
     if (t != warp) {
       beta = betas[i64(t) * C::kRowStride];
@@ -492,11 +703,16 @@ __device__ inline void kda_step(const Params& p) {
     }
     const float4 q = q_window.convolve(p, q_channel, taps + lane * 4, kDim);
     const float4 k = k_window.convolve(p, k_channel, taps + 4 * kDim + lane * 4, kDim);
-    const float qq = warp_sum(dot(q, q)), kk = warp_sum(dot(k, k)), qk = warp_sum(dot(q, k));
+    const float qq = warp_sum(dot(q, q)), kk = warp_sum(dot(k, k));
+    const float qk = C::kTokens == 1 ? warp_sum(dot(q, k)) : 0;
     const float q_scale = p.scale * rsqrtf(qq + 1e-6f), k_scale = rsqrtf(kk + 1e-6f);
-    float4* to = reinterpret_cast<float4*>(vectors + t * 3 * kDim) + lane;
+    float4* to = reinterpret_cast<float4*>(vectors + t * L::kVectorRows * kDim) + lane;
     to[0] = scaled(k, k_scale);
     to[kDim / 4] = scaled(q, q_scale);
+    if constexpr (L::kNotes) {
+      if (t == warp) noted_k[0] = narrow(k);
+      else noted_k[1] = narrow(k);
+    }
     if (lane == 0) scalars[t] = {sigmoid(__uint_as_float(u32(beta) << 16)), qk * k_scale * q_scale};
     if (writes_rounded && rank == 0) {
       u16* to_rounded = p.rounded + (n * C::kTokens + t) * 4 * L::kChannels + head * kDim + lane * 4;
@@ -513,15 +729,52 @@ __device__ inline void kda_step(const Params& p) {
         store_four(p.rounded + ((n * C::kTokens + t) * 4 + 2) * L::kChannels + first_value + lane * 4, narrow(v));
     }
   }
-  // Every token's vectors are there, and every warp of this CTA has read the line.
+  float* recalled = reinterpret_cast<float*>(smem + L::kRecalled);  // [folded][k, decay][128]
+  if constexpr (C::kRecords) {
+    wait_arrival(records_barrier);
+    for (int t = v_warp; t < pending; t += C::kWarps) {
+      float* row = recalled + t * 2 * kDim;
+      const uint2 k_raw = load_four(reinterpret_cast<const u16*>(row) + lane * 4);
+      const uint2 g_raw = load_four(reinterpret_cast<const u16*>(row + kDim) + lane * 4);
+      __syncwarp();  // every lane has read
+      recall.compute(p, k_raw, g_raw, row, lane);
+    }
+  }
+  // Every token's vectors are there, and every warp of this CTA has read the line, and the taps.
   if constexpr (C::kFault != Fault::kNoTokenBarrier) __syncthreads();
+  u16* noted = reinterpret_cast<u16*>(smem + L::kNoted);  // [tokens][k, g][128]
+  if constexpr (L::kNotes) {
+    if (gates) gate.note(noted, warp, lane);
+#pragma unroll
+    for (int i = 0; i < L::kWarpTokens; ++i)
+      if (const int t = warp + i * C::kWarps; t < r.length) store_four(noted + t * 2 * kDim + lane * 4, noted_k[i]);
+  }
+
+  if constexpr (C::kTokens > 1) {
+    float4 decayed_k[L::kWarpTokens], decayed_q[L::kWarpTokens];
+#pragma unroll
+    for (int i = 0; i < L::kWarpTokens; ++i)
+      if (const int t = warp + i * C::kWarps; t < r.length)
+        combine_tokens<C>(vectors, coefficients, t, lane, decayed_k[i], decayed_q[i]);
+    if constexpr (L::kDecayedK == 0) __syncthreads();  // every token's k has been read
+#pragma unroll
+    for (int i = 0; i < L::kWarpTokens; ++i)
+      if (const int t = warp + i * C::kWarps; t < r.length) {
+        float4* to = reinterpret_cast<float4*>(vectors + t * L::kVectorRows * kDim) + lane;
+        to[L::kDecayedK * (kDim / 4)] = decayed_k[i];
+        to[kDim / 4] = decayed_q[i];
+      }
+    __syncthreads();  // what the rows need of all tokens is there
+  }
 
   // ---- Delta rule
 
   const int row_lane = lane % 8;
   const int group = threadIdx.x / 8;
-  Vectors token;
-  if constexpr (C::kTokens == 1) token.load(vectors, 0, row_lane);
+  // Of one token: keys 32 i + 4 row_lane .. + 3 of row `row` of its vectors.
+  const auto keys = [&](int t, int row, int i) {
+    return reinterpret_cast<const float4*>(vectors + (t * L::kVectorRows + row) * kDim)[i * 8 + row_lane];
+  };
 #pragma unroll
   for (int pass = 0; pass < L::kPasses; ++pass) {
     wait_arrival(state_barriers + pass * 8);
@@ -532,33 +785,99 @@ __device__ inline void kda_step(const Params& p) {
 #pragma unroll
       for (int i = 0; i < 4; ++i)
         s[g][i] = load_shared_float4(state_smem + ((first + g * L::kGroups) * (kDim / 4) + i * 8 + row_lane) * 16);
-#pragma unroll 1
-    for (int t = 0; t < r.length; ++t) {
-      if constexpr (C::kTokens > 1) token.load(vectors, t, row_lane);
-      const float2 scalar = scalars[t];
-      const int slot = __shfl_sync(~0u, r.window_slots, t);
+    const auto store_state = [&](int slot) {
       float* to = p.state + slot * p.state_stride + i64(first_value + first) * kDim + row_lane * 4;
-      const bool stores = C::kTokens == 1 || is_live(p, slot);
+#pragma unroll
+      for (int g = 0; g < C::kPassRows; ++g)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) store_streaming(to + g * L::kGroups * kDim + i * 32, s[g][i]);
+    };
+    if constexpr (C::kRecords) {
+#pragma unroll 1
+      for (int t = 0; t < pending; ++t) {
+        float u[C::kPassRows];
+#pragma unroll
+        for (int g = 0; g < C::kPassRows; ++g) u[g] = o_smem[t * L::kValues + first + g * L::kGroups];
+        fold_token(s, recalled + t * 2 * kDim, u, row_lane);
+      }
+      if (C::kTokens > 1 && pending > 0) store_state(r.line);
+      __syncwarp();  // the rows' u are read: o takes their place
+    }
+    if constexpr (C::kTokens == 1) {
+      Vectors token;
+      token.load(vectors, row_lane);
+      const float2 scalar = scalars[0];
 #pragma unroll
       for (int g = 0; g < C::kPassRows; ++g) {
         float pk = 0, oq = 0;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           s[g][i] = multiplied(s[g][i], token.decay[i]);
-          pk += dot(s[g][i], token.k[i]);
-          oq += dot(s[g][i], token.q[i]);
+          pk = dot(s[g][i], token.k[i], pk);
+          oq = dot(s[g][i], token.q[i], oq);
         }
         pk = row_sum(pk), oq = row_sum(oq);
         const int value = first + g * L::kGroups;
-        const float u = scalar.x * (v_smem[t * L::kValues + value] - pk);
+        const float u = scalar.x * (v_smem[value] - pk);
 #pragma unroll
         for (int i = 0; i < 4; ++i) s[g][i] = multiply_add({u, u, u, u}, token.k[i], s[g][i]);
-        if (row_lane == 0) o_smem[t * L::kValues + value] = round_bf16(oq + u * scalar.y);
-        if (stores)
-#pragma unroll
-          for (int i = 0; i < 4; ++i) store_streaming(to + g * L::kGroups * kDim + i * 32, s[g][i]);
+        if (row_lane == 0) o_smem[value] = round_bf16(oq + u * scalar.y);
       }
-      if constexpr (C::kTokens == 1) break;
+      store_state(r.line);
+    } else {
+      // S0 (D k) in half of a row's lanes, S0 (D q) in the others, of one row each.
+      constexpr int kSame = 4 / C::kPassRows;  // lanes of the same row
+      const bool has_o = row_lane >= 4;
+      const int value = first + row_lane % 4 / kSame * L::kGroups;
+      float from_state[C::kTokens];
+#pragma unroll
+      for (int t = 0; t < C::kTokens; ++t) {
+        float row_sums[2 * C::kPassRows] = {};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float4 dk = keys(t, L::kDecayedK, i), dq = keys(t, 1, i);
+#pragma unroll
+          for (int g = 0; g < C::kPassRows; ++g) {
+            row_sums[g] = dot(s[g][i], dk, row_sums[g]);
+            row_sums[C::kPassRows + g] = dot(s[g][i], dq, row_sums[C::kPassRows + g]);
+          }
+        }
+        from_state[t] = sum_scattered<8, 2 * C::kPassRows>(row_sums, row_lane);
+      }
+      float u[C::kTokens];
+#pragma unroll
+      for (int t = 0; t < C::kTokens; ++t) {
+        if (t >= r.length) break;
+        const float* of_u = coefficients + (t * 2 + has_o) * L::kPitch;
+        float sum = from_state[t];
+#pragma unroll
+        for (int earlier = 0; earlier < t; ++earlier) sum = __fmaf_rn(of_u[earlier], u[earlier], sum);
+        u[t] = __shfl_sync(~0u, scalars[t].x * (v_smem[t * L::kValues + value] - sum), lane & ~4);
+        if (has_o && row_lane % kSame == 0) o_smem[t * L::kValues + value] = round_bf16(__fmaf_rn(of_u[t], u[t], sum));
+      }
+      if constexpr (L::kNotes) {
+        __syncwarp();  // the rows' lanes have read v
+#pragma unroll
+        for (int t = 0; t < C::kTokens; ++t)
+          if (t < r.length && !has_o && row_lane % kSame == 0) v_smem[t * L::kValues + value] = u[t];
+      } else {
+#pragma unroll
+        for (int t = 0; t < C::kTokens; ++t) {
+          if (t >= r.length) break;
+          float row_u[C::kPassRows];
+#pragma unroll
+          for (int g = 0; g < C::kPassRows; ++g) row_u[g] = __shfl_sync(~0u, u[t], (lane & ~7) + g * kSame);
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const float4 k = keys(t, 0, i), decay = keys(t, 2, i);
+#pragma unroll
+            for (int g = 0; g < C::kPassRows; ++g)
+              s[g][i] = multiply_add({row_u[g], row_u[g], row_u[g], row_u[g]}, k, multiplied(s[g][i], decay));
+          }
+          const int slot = __shfl_sync(~0u, r.window_slots, t);
+          if (is_live(p, slot)) store_state(slot);
+        }
+      }
     }
   }
 
@@ -601,6 +920,23 @@ __device__ inline void kda_step(const Params& p) {
     wait_arrival(sums_barrier);
   }
   if (shifts) shift.store(line, r, shift_channel);
+  if constexpr (C::kRecords) {
+    const Records<C> records(p, r.line, head);
+    if (rank == 0 && threadIdx.x == 0 && (L::kNotes || pending > 0)) *records.count = L::kNotes ? r.length : 0;
+    if constexpr (L::kNotes) {
+#pragma unroll
+      for (int i = 0; i < L::kWarpTokens; ++i) {
+        const int t = warp + i * C::kWarps;
+        if (t >= r.length) break;
+        if (has_values)
+          store_streaming(records.u(t) + rank * L::kValues + lane * 4,
+                          *reinterpret_cast<const float4*>(v_smem + t * L::kValues + lane * 4));
+        if (t % C::kSplit != rank) continue;
+        store_four(records.k(t) + lane * 4, load_four(noted + t * 2 * kDim + lane * 4));
+        store_four(records.g(t) + lane * 4, load_four(noted + (t * 2 + 1) * kDim + lane * 4));
+      }
+    }
+  }
   if (!has_values) return;
 #pragma unroll
   for (int i = 0; i < L::kWarpTokens; ++i) {

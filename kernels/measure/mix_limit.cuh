@@ -1,7 +1,8 @@
-// Reads each piece of `from` once, writes it `writes` times, and computes nothing: what the memory allows a kernel
-// with this mix of reads and writes.
-//   from  16-byte aligned; bytes a multiple of 16, below 2^45
-//   to    `writes` regions of `bytes`, one behind the other; either `from` is the first of them, as where a state is
+// Reads each piece of `from` once, writes it `writes` times, those of the first `more` bytes once more, and computes
+// nothing: what the memory allows a kernel with this mix of reads and writes.
+//   from  16-byte aligned; bytes a multiple of 16, below 2^45; `more` a multiple of kMixPiece
+//   to    `writes` regions of `bytes`, and `more`, one behind the other; either `from` is the first of them, as where a
+//   state is
 //         written back to its slot, or nothing that is read lies there
 // Persistent CTAs take pieces of kMixPiece bytes in turn, by bulk copies into and out of a ring of kStages. Grid: CTAs
 // that are co-resident; block 32, of which one thread works; dynamic shared memory kStages * kMixPiece bytes.
@@ -28,7 +29,7 @@ __device__ inline void mix_wait_read() {
 __device__ inline void mix_wait_all() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 template <int kStages>
-__device__ inline void mix_limit(const u8* from, i64 bytes, u8* to, int writes) {
+__device__ inline void mix_limit(const u8* from, i64 bytes, u8* to, int writes, i64 more) {
   extern __shared__ __align__(128) u8 ring[];
   __shared__ __align__(8) u64 full[kStages];
   constexpr int kPending = kStages / 2;  // pieces on their way out while the others come in
@@ -52,7 +53,8 @@ __device__ inline void mix_limit(const u8* from, i64 bytes, u8* to, int writes) 
     while (!barrier_try_wait(smem_address(&full[s]), u32(i / kStages) & 1)) {
     }
     const i64 at = offset(i);
-    for (int w = 0; w < writes; ++w) mix_store(to + w * bytes + at, smem_address(ring + s * kMixPiece), size(at));
+    for (int w = 0; w < writes + (at < more); ++w)
+      mix_store(to + w * bytes + at, smem_address(ring + s * kMixPiece), size(at));
     mix_commit();
     if (i < kPending) continue;
     mix_wait_read<kPending>();  // piece i - kPending has left its stage, which is filled again
@@ -65,7 +67,7 @@ __device__ inline void mix_limit(const u8* from, i64 bytes, u8* to, int writes) 
 // directions under way at once. Grid: pieces; no shared memory.
 constexpr int kMixThreads = 256;
 
-__device__ inline void mix_limit_vector(const u8* from, i64 bytes, u8* to, int writes) {
+__device__ inline void mix_limit_vector(const u8* from, i64 bytes, u8* to, int writes, i64 more) {
   constexpr int kLoads = kMixPiece / 16 / kMixThreads;
   pdl_launch();
   float4 held[kLoads];
@@ -76,7 +78,7 @@ __device__ inline void mix_limit_vector(const u8* from, i64 bytes, u8* to, int w
     if (at < bytes) held[i] = *reinterpret_cast<const float4*>(from + at);
   }
   pdl_wait();
-  for (int w = 0; w < writes; ++w)
+  for (int w = 0; w < writes + (first < more); ++w)
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
       const i64 at = first + i * kMixThreads * 16;

@@ -219,6 +219,12 @@ TensorView state_view(const KdaModel& model, const KdaLayout& layout) {
   return v;
 }
 
+TensorView records_view(const KdaLayout& layout) {
+  TensorView v = dense(DType::kU8, {layout.num_slots, layout.record_bytes});
+  v.stride[0] = layout.record_stride;
+  return v;
+}
+
 std::int64_t conv_line(const KdaModel& model, std::int64_t length) { return 3 * model.channels() * length; }
 std::int64_t state_size(const KdaModel& model) { return model.channels() * kKdaHeadDim; }
 
@@ -237,6 +243,13 @@ Status check_strides(const Operand& o, const TensorView& v, const TensorView& wa
   return {};
 }
 
+// Rows 12 and 19.
+Status missing_records(const KdaModel& model, std::int64_t entries, const char* place) {
+  return refusal(StatusCode::kInvalidArgument, place, "records", "absent",
+                 fmt::format("U8 [slots, {} and more], for state_mode records", kda_record_bytes(model.heads, entries)),
+                 "give a record cache, or use state_mode slots");
+}
+
 // Row 19: a cache of a call against the prepared one, field by field.
 Status check_cache(const Operand& o, const TensorView& v, const TensorView& wanted, Device device) {
   const char* remedy = "prepare for these caches";
@@ -251,7 +264,19 @@ Status check_cache(const Operand& o, const TensorView& v, const TensorView& want
   return check_base(o, v, kAlign);
 }
 
+Status check_caches(const KdaModel& model, const KdaLayout& layout, const KdaCaches& caches, const char* place) {
+  if (auto status = check_cache({place, "conv"}, caches.conv, conv_view(model, layout), model.device); !status.ok())
+    return status;
+  if (auto status = check_cache({place, "state"}, caches.state, state_view(model, layout), model.device); !status.ok())
+    return status;
+  if (!model.records()) return {};
+  if (!caches.records) return missing_records(model, layout.entries(), place);
+  return check_cache({place, "records"}, *caches.records, records_view(layout), model.device);
+}
+
 // ---- Run
+
+std::int64_t columns_of(const TensorView& ids) { return ids.rank == 1 ? 1 : ids.shape[1]; }
 
 constexpr const char* kRun = "kda.run";
 
@@ -288,26 +313,31 @@ Status check_out(const TensorView& v, const KdaModel& model, std::int64_t rows) 
   return check_base(o, v, kAlign);
 }
 
-// Row 20. The rank is 1 or 2.
-Status check_slots(const TensorView& v, const KdaModel& model, const KdaLayout& layout, KdaKey key, bool accepted,
-                   std::int64_t width) {
-  const Operand o{kRun, "slots"};
+// Row 20: ids of slots.
+Status check_ids_rank(const Operand& o, const TensorView& v) {
+  if (v.rank == 1 || v.rank == 2) return {};
+  return o.refuse(StatusCode::kInvalidArgument, ".rank", std::to_string(v.rank), "1, 2",
+                  "pass [requests] or [requests, columns]");
+}
+Status check_ids(const Operand& o, const TensorView& v, const KdaModel& model, std::int64_t requests,
+                 std::int64_t least_columns, std::int64_t most_columns) {
   if (auto status = check_dtype(o, v, DType::kI32); !status.ok()) return status;
-  if (v.shape[0] < key.requests)
+  const std::int64_t width = columns_of(v);
+  if (v.shape[0] < requests)
     return o.refuse(StatusCode::kInvalidArgument, ".shape[0]", std::to_string(v.shape[0]),
-                    fmt::format("{} rows and more, one for each request", key.requests));
-  if (width < key.tokens)
+                    fmt::format("{} rows and more, one for each request", requests));
+  if (width < least_columns)
     return o.refuse(StatusCode::kInvalidArgument, " columns", std::to_string(width),
-                    fmt::format("{} and more, one for each token", key.tokens), "name a slot for each token");
-  if (accepted && width > layout.conv_len - 2)
+                    fmt::format("{} and more, one for each token", least_columns), "name a slot for each token");
+  if (width > most_columns)
     return o.refuse(StatusCode::kInvalidArgument, " columns", std::to_string(width),
-                    fmt::format("at most L - 2 = {}", layout.conv_len - 2),
+                    fmt::format("at most L - 2 = {}", most_columns),
                     "pass a narrower view, or prepare for a conv cache of more positions");
   if (auto status = check_device(o, v, model.device); !status.ok()) return status;
   if (v.rank == 2 && width > 1 && v.stride[1] != 1)
     return o.refuse(StatusCode::kBadLayout, " column stride", std::to_string(v.stride[1]), "1",
                     "make the columns of a row adjacent");
-  if (v.shape[0] > 1 && (v.stride[0] < 1 || !fits(key.requests, v.stride[0], width)))
+  if (v.shape[0] > 1 && (v.stride[0] < 1 || !fits(requests, v.stride[0], width)))
     return o.refuse(StatusCode::kBadLayout, " row stride", std::to_string(v.stride[0]), "1 and more");
   return check_base(o, v, sizeof(std::int32_t));
 }
@@ -348,6 +378,8 @@ Status check_overlap(const KdaModel& model, const KdaLayout& layout, const KdaCa
       extent("projected", step.projected, rows, step.row_stride, std::min(call.projected.shape[1], step.row_stride), 2),
       extent("conv", step.conv, layout.num_slots, layout.conv_stride, conv_line(model, layout.conv_len), 2),
       extent("state", step.state, layout.num_slots, layout.state_stride, state_size(model), 4),
+      step.records ? extent("records", step.records, layout.num_slots, layout.record_stride, layout.record_bytes, 1)
+                   : Extent{},
       extent("slots", step.slots, b, step.slots_stride, step.window, 4),
       step.accepted ? extent("accepted", step.accepted, b, 1, 1, 4) : Extent{},
       step.lengths ? extent("lengths", step.lengths, b, 1, 1, 4) : Extent{},
@@ -378,13 +410,24 @@ std::int64_t kda_row_stride(int heads) {
   return (std::int64_t{4} * kKdaHeadDim * heads + kKdaHeadDim + heads + 15) / 16 * 16;
 }
 
+std::int64_t kda_record_bytes(int heads, std::int64_t entries) { return (heads * (1024 * entries + 4) + 15) / 16 * 16; }
+
+KdaRecords kda_records(std::uint8_t* area, int heads, std::int64_t entries, std::int64_t head) {
+  const std::int64_t size = 1024 * entries;
+  std::uint8_t* block = area + head * size;
+  return {reinterpret_cast<float*>(block), reinterpret_cast<std::uint16_t*>(block + 512 * entries),
+          reinterpret_cast<std::uint16_t*>(block + 768 * entries),
+          reinterpret_cast<std::int32_t*>(area + heads * size + 4 * head)};
+}
+
 KdaModel check_kda(const KdaWeights& weights, const KdaOptions& options) {
   const char* place = "kda.PreparedKda";
   if (options.heads < 1 || options.heads > kKdaMaxHeads)
     fail(StatusCode::kUnsupported, place, "heads", std::to_string(options.heads), fmt::format("1 to {}", kKdaMaxHeads),
          "H counts the heads of one device");
-  if (options.state_mode != StateMode::kSlots)
-    fail(StatusCode::kUnsupported, place, "state_mode", "records", "slots", "name one slot for each token of a verify");
+  if (options.state_mode != StateMode::kSlots && options.state_mode != StateMode::kRecords)
+    fail(StatusCode::kUnsupported, place, "state_mode", std::to_string(static_cast<int>(options.state_mode)),
+         "slots, records");
   if (options.state_dtype != DType::kF32)
     fail(StatusCode::kUnsupported, place, "state_dtype", dtype_name(options.state_dtype), dtype_name(DType::kF32),
          "keep the state in FP32");
@@ -466,7 +509,7 @@ KdaLayout check_layouts(const KdaModel& model, const KdaCaches& layouts) {
   if (shape[0] < 1 || shape[0] > kMostSlots)
     invalid(conv, ".shape[0]", std::to_string(shape[0]), fmt::format("1 to {} slots", kMostSlots));
 
-  KdaLayout layout{shape[0], static_cast<int>(length), conv_line(model, length), state_size(model)};
+  KdaLayout layout{shape[0], static_cast<int>(length), conv_line(model, length), state_size(model), 0, 0};
   const TensorView wanted_state = state_view(model, layout);
   throw_if_error(check_dtype(state, layouts.state, DType::kF32));
   throw_if_error(check_rank(state, layouts.state, 4));
@@ -481,6 +524,24 @@ KdaLayout check_layouts(const KdaModel& model, const KdaCaches& layouts) {
     layout.conv_stride = layouts.conv.stride[0];
     layout.state_stride = layouts.state.stride[0];
   }
+  if (!model.records()) return layout;
+
+  const Operand records{place, "records"};
+  if (!layouts.records) throw_if_error(missing_records(model, layout.entries(), place));
+  const TensorView& given = *layouts.records;
+  throw_if_error(check_dtype(records, given, DType::kU8));
+  throw_if_error(check_rank(records, given, 2));
+  const std::int64_t area = kda_record_bytes(model.heads, layout.entries());
+  if (given.shape[1] < area)
+    invalid(records, ".shape[1]", std::to_string(given.shape[1]),
+            fmt::format("{} bytes and more, for {} tokens of {} heads", area, layout.entries(), model.heads),
+            "kda_record_bytes(heads, L - 2) says it");
+  if (given.shape[0] != layout.num_slots)
+    invalid(records, ".shape[0]", std::to_string(given.shape[0]),
+            fmt::format("{}, the slots of conv", layout.num_slots), "give all caches the same slots");
+  layout.record_bytes = layout.record_stride = given.shape[1];
+  throw_if_error(check_strides(records, given, records_view(layout), given.shape[1]));
+  if (layout.num_slots > 1) layout.record_stride = given.stride[0];
   return layout;
 }
 
@@ -506,10 +567,8 @@ Status check_call(const KdaModel& model, const KdaLayout* layout, const KdaCall&
   const Operand rows_of{kRun, "projected"}, slots_of{kRun, "slots"};
   if (auto status = check_dtype(rows_of, projected, DType::kBF16); !status.ok()) return status;
   if (auto status = check_rank(rows_of, projected, 2); !status.ok()) return status;
-  if (call.slots.rank != 1 && call.slots.rank != 2)
-    return slots_of.refuse(StatusCode::kInvalidArgument, ".rank", std::to_string(call.slots.rank), "1, 2",
-                           "pass [requests] or [requests, columns]");
-  const std::int64_t width = call.slots.rank == 1 ? 1 : call.slots.shape[1];
+  if (auto status = check_ids_rank(slots_of, call.slots); !status.ok()) return status;
+  const std::int64_t width = columns_of(call.slots);
   const std::int64_t tokens = call.tokens ? *call.tokens : call.accepted ? width : 1;
   if (tokens < 1 || tokens > INT32_MAX)
     return refusal(StatusCode::kInvalidArgument, kRun, "tokens", std::to_string(tokens),
@@ -525,14 +584,11 @@ Status check_call(const KdaModel& model, const KdaLayout* layout, const KdaCall&
   s.row_stride = model.options.policies[s.key].row_stride;
   if (auto status = check_projected(projected, model, s.row_stride); !status.ok()) return status;
   if (auto status = check_out(call.out, model, rows); !status.ok()) return status;
-  if (auto status = check_cache({kRun, "conv"}, call.caches.conv, conv_view(model, *layout), model.device);
-      !status.ok())
-    return status;
-  if (auto status = check_cache({kRun, "state"}, call.caches.state, state_view(model, *layout), model.device);
-      !status.ok())
-    return status;
-  if (auto status = check_slots(call.slots, model, *layout, key, call.accepted.has_value(), width); !status.ok())
-    return status;
+  if (auto status = check_caches(model, *layout, call.caches, kRun); !status.ok()) return status;
+  // With records column 0 is all that is used, whatever the view's width.
+  const std::int64_t least = model.records() ? 1 : key.tokens;
+  const std::int64_t most = call.accepted && !model.records() ? layout->entries() : width;
+  if (auto status = check_ids(slots_of, call.slots, model, key.requests, least, most); !status.ok()) return status;
   if (key.tokens > 1 && !call.accepted)
     return refusal(StatusCode::kInvalidArgument, kRun, "accepted", "absent",
                    fmt::format("int32 of {} requests, for a step of {} tokens", key.requests, key.tokens),
@@ -551,13 +607,53 @@ Status check_call(const KdaModel& model, const KdaLayout* layout, const KdaCall&
   s.conv = static_cast<std::uint16_t*>(call.caches.conv.data);
   s.state = static_cast<float*>(call.caches.state.data);
   s.slots = static_cast<const std::int32_t*>(call.slots.data);
-  // Without accepted a request reads and writes the slot of column 0 alone.
-  s.window = call.accepted ? width : 1;
+  if (model.records()) s.records = static_cast<std::uint8_t*>(call.caches.records->data);
+  // Without accepted, and with records, a request reads and writes the slot of column 0 alone.
+  s.window = call.accepted && !model.records() ? width : 1;
   s.slots_stride = call.slots.shape[0] > 1 ? call.slots.stride[0] : s.window;
   if (call.accepted) s.accepted = static_cast<const std::int32_t*>(call.accepted->data);
   if (call.lengths) s.lengths = static_cast<const std::int32_t*>(call.lengths->data);
   if (auto status = check_overlap(model, *layout, call, s); !status.ok()) return status;
   *step = s;
+  return {};
+}
+
+Status check_fold(const KdaModel& model, const KdaLayout* layout, const KdaCaches& caches, const TensorView& slots,
+                  const TensorView* accepted, const std::optional<TensorView>& dst_slots, KdaFold* fold) {
+  const char* place = accepted ? "kda.fold_records" : "kda.reset_records";
+  if (!model.records())
+    return refusal(StatusCode::kInvalidArgument, place, "state_mode", "slots", "records",
+                   "slots mode has nothing to fold: name the slot of the last accepted token");
+  if (layout == nullptr)
+    return refusal(StatusCode::kNotPrepared, place, "layouts", "(none)", "an object that is prepared",
+                   "call prepare first");
+  if (auto status = check_caches(model, *layout, caches, place); !status.ok()) return status;
+  const Operand ids{place, "slots"}, dst{place, "dst_slots"};
+  if (auto status = check_ids_rank(ids, slots); !status.ok()) return status;
+  KdaFold f;
+  f.requests = slots.shape[0];
+  const std::int64_t most = kMostCtas / model.heads;
+  if (f.requests < 1 || f.requests > most)
+    return ids.refuse(StatusCode::kInvalidArgument, ".shape[0]", std::to_string(f.requests),
+                      fmt::format("1 to {} with {} heads", most, model.heads));
+  if (auto status = check_ids(ids, slots, model, f.requests, 1, columns_of(slots)); !status.ok()) return status;
+  if (accepted)
+    if (auto status = check_counts({place, "accepted"}, *accepted, model, f.requests); !status.ok()) return status;
+  if (dst_slots) {
+    if (auto status = check_ids_rank(dst, *dst_slots); !status.ok()) return status;
+    if (auto status = check_ids(dst, *dst_slots, model, f.requests, 1, columns_of(*dst_slots)); !status.ok())
+      return status;
+  }
+  const auto stride_of = [](const TensorView& v) { return v.shape[0] > 1 ? v.stride[0] : 1; };
+  f.conv = static_cast<std::uint16_t*>(caches.conv.data);
+  f.state = static_cast<float*>(caches.state.data);
+  f.records = static_cast<std::uint8_t*>(caches.records->data);
+  f.slots = static_cast<const std::int32_t*>(slots.data);
+  f.slots_stride = stride_of(slots);
+  if (accepted) f.accepted = static_cast<const std::int32_t*>(accepted->data);
+  f.dst_slots = dst_slots ? static_cast<const std::int32_t*>(dst_slots->data) : f.slots;
+  f.dst_stride = dst_slots ? stride_of(*dst_slots) : f.slots_stride;
+  *fold = f;
   return {};
 }
 

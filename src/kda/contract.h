@@ -19,6 +19,7 @@ struct KdaModel {
   int heads = 0;
   std::int64_t channels() const { return std::int64_t{128} * heads; }  // D
   std::int64_t used_columns() const { return 4 * channels() + 128 + heads; }
+  bool records() const { return options.state_mode == StateMode::kRecords; }
 };
 
 // Rows 1-9 of kda 14. Throws.
@@ -33,6 +34,9 @@ struct KdaLayout {
   int conv_len = 0;  // L
   std::int64_t conv_stride = 0;
   std::int64_t state_stride = 0;
+  std::int64_t record_bytes = 0;  // of the view's rows, and between them; 0 without records
+  std::int64_t record_stride = 0;
+  std::int64_t entries() const { return conv_len - 2; }  // tokens that a record area has room for (E)
   friend bool operator==(const KdaLayout&, const KdaLayout&) = default;
 };
 
@@ -50,11 +54,25 @@ struct KdaStep {
   std::int64_t out_stride = 0;
   std::uint16_t* conv = nullptr;
   float* state = nullptr;
+  std::uint8_t* records = nullptr;  // null in slots mode
   const std::int32_t* slots = nullptr;
   std::int64_t slots_stride = 0;  // between rows
-  std::int64_t window = 0;        // w: columns that may be used; at least 1
+  std::int64_t window = 0;        // w: columns that may be used; at least 1, with records 1
   const std::int32_t* accepted = nullptr;
   const std::int32_t* lengths = nullptr;
+};
+
+// fold_records and, without accepted, reset_records.
+struct KdaFold {
+  std::int64_t requests = 0;
+  std::uint16_t* conv = nullptr;
+  float* state = nullptr;
+  std::uint8_t* records = nullptr;
+  const std::int32_t* slots = nullptr;
+  std::int64_t slots_stride = 0;
+  const std::int32_t* accepted = nullptr;
+  const std::int32_t* dst_slots = nullptr;  // slots itself in place
+  std::int64_t dst_stride = 0;
 };
 
 // Row 15: *index of the policy when kOk, else kNotPrepared with the key and all prepared ones.
@@ -63,6 +81,19 @@ Status find_key(const KdaModel& model, bool prepared, KdaKey key, const char* pl
 // Rows 15-21, in an order that names the first cause. `layout` null: nothing is prepared. Fills *step when kOk.
 // Formats text only when it refuses; allocates nothing otherwise.
 Status check_call(const KdaModel& model, const KdaLayout* layout, const KdaCall& call, KdaStep* step);
+
+// The same rows for fold_records and, with null in place of accepted, reset_records.
+Status check_fold(const KdaModel& model, const KdaLayout* layout, const KdaCaches& caches, const TensorView& slots,
+                  const TensorView* accepted, const std::optional<TensorView>& dst_slots, KdaFold* fold);
+
+// One head's part of a slot's record area (5.5); `area` is its first byte.
+struct KdaRecords {
+  float* u;          // [entries, 128]
+  std::uint16_t* k;  // [entries, 128]
+  std::uint16_t* g;  // [entries, 128]
+  std::int32_t* count;
+};
+KdaRecords kda_records(std::uint8_t* area, int heads, std::int64_t entries, std::int64_t head);
 
 // [3D, 1, 4], by the same checks as check_kda.
 Status check_conv_weight(const TensorView& conv_weight, std::int64_t channels, const char* place);
@@ -96,6 +127,7 @@ class KdaPlan {
   // Makes everything that run needs for every policy. Strong guarantee.
   virtual void prepare(const KdaLayout& layout) = 0;
   virtual void run(const KdaStep& step, KdaCounters* counters, Stream stream) = 0;
+  virtual void fold(const KdaFold& fold, KdaCounters* counters, Stream stream) = 0;
   virtual void reload(const KdaWeights& weights, Stream stream) = 0;  // already checked
   virtual KdaTactic tactic(std::size_t key) const = 0;
   virtual std::string kernel(std::size_t key) const = 0;

@@ -32,11 +32,11 @@ struct Work {
   const KdaModel& model;
   const float* owned;  // KdaOwned
   const KdaLayout& layout;
-  const KdaStep& step;
+  const KdaStep& step;     // of no tokens where records are folded alone
   std::uint16_t* rounded;  // KdaTestSwitches
 };
 
-// ---- Requests: which are dead, and where the caches of the others are (5.7, 7.1, 9).
+// ---- Requests: which are dead, and where the caches of the others are (5.7, 7.1, 8.3, 9).
 
 struct Request {
   std::int64_t index = 0;
@@ -45,10 +45,45 @@ struct Request {
   std::uint16_t* line = nullptr;
   const float* source = nullptr;       // state of head 0 before the step
   float* targets[kKdaMaxTokens] = {};  // where that after token t goes; null: nowhere
+  int pending = 0;                     // recorded tokens that are folded first
+  float* folded = nullptr;             // where the state after them goes; null: nowhere
+  KdaRecords records = {};             // of one head; null in slots mode
   std::uint32_t KdaCounters::*bad = nullptr;
 };
 
-Request resolve(const Work& work, std::int64_t n) {
+KdaRecords records_of(const KdaModel& model, const KdaLayout& layout, std::uint8_t* records, std::int64_t slot,
+                      std::int64_t head) {
+  return kda_records(records + slot * layout.record_stride, model.heads, layout.entries(), head);
+}
+
+// The record rule of 8.3. No step records more than kKdaMaxTokens.
+bool fits_records(std::int64_t accepted, std::int32_t count) {
+  return count == 0 ? accepted == 1 : accepted <= std::min<std::int64_t>(count, kKdaMaxTokens);
+}
+
+// Line, state and records of one slot, and what of these a head folds. A verify step writes its tokens' records.
+void resolve_records(const Work& work, std::int64_t slot, std::int64_t head, int tokens, Request* request) {
+  const KdaStep& step = work.step;
+  if (request->accepted < 1 || request->accepted > work.layout.entries()) {
+    request->bad = &KdaCounters::bad_accepted;
+    return;
+  }
+  request->records = records_of(work.model, work.layout, step.records, slot, head);
+  const std::int32_t count = *request->records.count;
+  if (!fits_records(request->accepted, count)) {
+    request->bad = &KdaCounters::stale_records;
+    return;
+  }
+  request->tokens = tokens;
+  request->line = step.conv + slot * work.layout.conv_stride;
+  float* state = step.state + slot * work.layout.state_stride;
+  request->source = state;
+  request->pending = count > 0 ? static_cast<int>(request->accepted) : 0;
+  if (step.tokens == 1) request->targets[0] = state;
+  else if (request->pending > 0) request->folded = state;
+}
+
+Request resolve(const Work& work, std::int64_t n, std::int64_t head) {
   const KdaStep& step = work.step;
   Request request;
   request.index = n;
@@ -66,6 +101,10 @@ Request resolve(const Work& work, std::int64_t n) {
   if (tokens < 0 || tokens > step.tokens) return refuse(&KdaCounters::bad_length);
   if (tokens == 0) return request;
   if (step.accepted) request.accepted = step.accepted[n];
+  if (step.records) {
+    resolve_records(work, slots[0], head, tokens, &request);
+    return request;
+  }
   if (request.accepted < 1 || request.accepted > step.window) return refuse(&KdaCounters::bad_accepted);
   const std::int64_t read = slots[request.accepted - 1];
   if (dead(read)) return request;
@@ -125,18 +164,40 @@ void load_taps(const Work& work, const Request& request, std::int64_t head, int 
   }
 }
 
-// The line becomes the taps without the oldest.
-void store_line(const Work& work, const Request& request, std::int64_t head, int third, const Taps& taps) {
+// Positions from 0 on.
+void store_taps(const Work& work, std::uint16_t* line, std::int64_t head, int third, const std::uint16_t (*taps)[kHead],
+                int positions) {
   const std::int64_t channels = work.model.channels();
   const std::int64_t first = third * channels + head * kHead;
-  const int positions = kKdaConvWidth - 2 + request.tokens;
   if (work.model.options.conv_dim_first) {
     for (int c = 0; c < kHead; ++c)
-      for (int p = 0; p < positions; ++p) request.line[(first + c) * work.layout.conv_len + p] = taps.at[p + 1][c];
+      for (int p = 0; p < positions; ++p) line[(first + c) * work.layout.conv_len + p] = taps[p][c];
   } else {
-    for (int p = 0; p < positions; ++p)
-      std::memcpy(request.line + p * 3 * channels + first, taps.at[p + 1], sizeof taps.at[0]);
+    for (int p = 0; p < positions; ++p) std::memcpy(line + p * 3 * channels + first, taps[p], sizeof taps[p]);
   }
+}
+
+// The line becomes the taps without the oldest.
+void store_line(const Work& work, const Request& request, std::int64_t head, int third, const Taps& taps) {
+  store_taps(work, request.line, head, third, taps.at + 1, kKdaConvWidth - 2 + request.tokens);
+}
+
+// ---- Records (8): read before any is written, written when the tokens are done.
+
+// Where the step notes k after SiLU and g of a token; null: nowhere. Decode notes nothing.
+std::uint16_t* recorded_row(const Work& work, const Request& request, int t, int which) {
+  if (request.records.count == nullptr || work.step.tokens == 1) return nullptr;
+  return (which == 1 ? request.records.k : request.records.g) + t * kHead;
+}
+
+// The corrections of the tokens, and how many are recorded now.
+template <class Token>
+void store_u(const Work& work, const Request& request, const Token* tokens) {
+  if (request.records.count == nullptr) return;
+  const int recorded = work.step.tokens == 1 ? 0 : request.tokens;
+  for (int t = 0; t < recorded; ++t)
+    for (int v = 0; v < kHead; ++v) request.records.u[t * kHead + v] = static_cast<float>(tokens[t].u[v]);
+  *request.records.count = recorded;
 }
 
 // ---- The plain reference: one loop per step of 4.3.
@@ -160,6 +221,7 @@ template <class Real>
 struct Token {
   Real qkv[3][kHead];
   Real decay[kHead];
+  Real u[kHead];
   Real o[kHead];
   Real beta;
 };
@@ -173,12 +235,60 @@ void normalize(Real* row, Real scale) {
   for (int j = 0; j < kHead; ++j) row[j] = row[j] / root * scale;
 }
 
+// Step 6 of one channel.
+template <class Real>
+Real decay_of(const KdaModel& model, std::int64_t head, int j, std::uint16_t g) {
+  const Real a = std::exp(static_cast<Real>(static_cast<const float*>(model.weights.a_log.data)[head]));
+  const Real s =
+      static_cast<Real>(bf16_to_float(g)) + static_cast<const float*>(model.weights.dt_bias.data)[head * kHead + j];
+  const auto bound = model.options.gate_lower_bound;
+  return std::exp(bound ? *bound * sigmoid(a * s) : -a * softplus(s));
+}
+
+// k, decay and u of the recorded tokens.
+template <class Real>
+void recall(const Work& work, const Request& request, std::int64_t head, Token<Real>* pending) {
+  for (int t = 0; t < request.pending; ++t) {
+    for (int j = 0; j < kHead; ++j) {
+      const std::int64_t at = t * kHead + j;
+      pending[t].qkv[1][j] = bf16_to_float(request.records.k[at]);
+      pending[t].decay[j] = decay_of<Real>(work.model, head, j, request.records.g[at]);
+      pending[t].u[j] = request.records.u[at];
+    }
+    normalize(pending[t].qkv[1], Real{1});
+  }
+}
+
+// Step 8 of the recorded tokens, on one row of the state.
+template <class Real>
+void fold_row(const Request& request, const Token<Real>* pending, int v, std::int64_t offset, Real* s) {
+  for (int t = 0; t < request.pending; ++t) {
+    for (int k = 0; k < kHead; ++k) s[k] *= pending[t].decay[k];
+    for (int k = 0; k < kHead; ++k) s[k] += pending[t].u[v] * pending[t].qkv[1][k];
+  }
+  if (request.folded == nullptr) return;
+  for (int k = 0; k < kHead; ++k) request.folded[offset + k] = static_cast<float>(s[k]);
+}
+
+template <class Real>
+void fold_head(const Work& work, const Request& request, std::int64_t head) {
+  Token<Real> pending[kKdaMaxTokens];
+  recall(work, request, head, pending);
+  for (int v = 0; v < kHead; ++v) {
+    const std::int64_t offset = (head * kHead + v) * kHead;
+    Real s[kHead];
+    for (int k = 0; k < kHead; ++k) s[k] = request.source[offset + k];
+    fold_row(request, pending, v, offset, s);
+  }
+}
+
 template <class Real>
 void step_head(const Work& work, const Request& request, std::int64_t head) {
   const std::int64_t channels = work.model.channels();
   const KdaOptions& options = work.model.options;
   const std::int64_t first = head * kHead;  // channel
-  Token<Real> tokens[kKdaMaxTokens];
+  Token<Real> tokens[kKdaMaxTokens], pending[kKdaMaxTokens];
+  recall(work, request, head, pending);
 
   // 1-3: convolution, cache, SiLU.
   for (int third = 0; third < 3; ++third) {
@@ -189,6 +299,7 @@ void step_head(const Work& work, const Request& request, std::int64_t head) {
     const float* bias = work.owned + KdaOwned::bias_offset(channels) + third * channels + first;
     for (int t = 0; t < request.tokens; ++t) {
       std::uint16_t* rounded = rounded_row(work, request, head, t, third);
+      std::uint16_t* recorded = third == 1 ? recorded_row(work, request, t, third) : nullptr;
       for (int c = 0; c < kHead; ++c) {
         Real acc = bias[c];
         for (int tap = 0; tap < kKdaConvWidth; ++tap)
@@ -196,13 +307,12 @@ void step_head(const Work& work, const Request& request, std::int64_t head) {
         const std::uint16_t y = to_bf16(acc / (1 + std::exp(-acc)));
         tokens[t].qkv[third][c] = bf16_to_float(y);
         if (rounded) rounded[c] = y;
+        if (recorded) recorded[c] = y;
       }
     }
   }
 
   const auto* f_b = static_cast<const std::uint16_t*>(work.model.weights.f_b.data) + first * kHead;
-  const auto* dt_bias = static_cast<const float*>(work.model.weights.dt_bias.data) + first;
-  const Real a = std::exp(static_cast<Real>(static_cast<const float*>(work.model.weights.a_log.data)[head]));
   for (int t = 0; t < request.tokens; ++t) {
     Token<Real>& token = tokens[t];
     normalize(token.qkv[0], static_cast<Real>(options.scale));
@@ -211,14 +321,14 @@ void step_head(const Work& work, const Request& request, std::int64_t head) {
     // 5-7: gate and beta.
     const std::uint16_t* f = projected_row(work, request, t) + 4 * channels;
     std::uint16_t* rounded = rounded_row(work, request, head, t, 3);
+    std::uint16_t* recorded = recorded_row(work, request, t, 3);
     for (int j = 0; j < kHead; ++j) {
       Real sum = 0;
       for (int i = 0; i < kHead; ++i) sum += static_cast<Real>(bf16_to_float(f[i])) * bf16_to_float(f_b[j * kHead + i]);
       const std::uint16_t g = to_bf16(sum);
       if (rounded) rounded[j] = g;
-      const Real s = static_cast<Real>(bf16_to_float(g)) + dt_bias[j];
-      const Real log_decay = options.gate_lower_bound ? *options.gate_lower_bound * sigmoid(a * s) : -a * softplus(s);
-      token.decay[j] = std::exp(log_decay);
+      if (recorded) recorded[j] = g;
+      token.decay[j] = decay_of<Real>(work.model, head, j, g);
     }
     token.beta = sigmoid(static_cast<Real>(beta_logit(work, request, head, t)));
   }
@@ -228,13 +338,14 @@ void step_head(const Work& work, const Request& request, std::int64_t head) {
     const std::int64_t offset = first * kHead + v * kHead;
     Real s[kHead];
     for (int k = 0; k < kHead; ++k) s[k] = request.source[offset + k];
+    fold_row(request, pending, v, offset, s);
     for (int t = 0; t < request.tokens; ++t) {
       Token<Real>& token = tokens[t];
       Real p = 0;
       for (int k = 0; k < kHead; ++k) s[k] *= token.decay[k];
       for (int k = 0; k < kHead; ++k) p += s[k] * token.qkv[1][k];
-      const Real u = token.beta * (token.qkv[2][v] - p);
-      for (int k = 0; k < kHead; ++k) s[k] += u * token.qkv[1][k];
+      token.u[v] = token.beta * (token.qkv[2][v] - p);
+      for (int k = 0; k < kHead; ++k) s[k] += token.u[v] * token.qkv[1][k];
       token.o[v] = 0;
       for (int k = 0; k < kHead; ++k) token.o[v] += s[k] * token.qkv[0][k];
       if (request.targets[t] == nullptr) continue;
@@ -255,6 +366,7 @@ void step_head(const Work& work, const Request& request, std::int64_t head) {
     for (int v = 0; v < kHead; ++v)
       out[v] = to_bf16(o[v] / root * norm_weight[v] * sigmoid(static_cast<Real>(bf16_to_float(z[v]))));
   }
+  store_u(work, request, tokens);
 }
 
 }  // namespace plain
@@ -266,6 +378,7 @@ void step_head(const Work& work, const Request& request, std::int64_t head) {
 struct alignas(64) Token {
   float qkv[3][kHead];
   float decay[kHead];
+  float u[kHead];
   float o[kHead];
   float beta;
   float k_dot_q;
@@ -382,6 +495,7 @@ struct Path {
   const char* name;
   bool (*available)();
   void (*step_head)(const Work& work, const Request& request, std::int64_t head);
+  void (*fold_head)(const Work& work, const Request& request, std::int64_t head);
 };
 
 bool always() { return true; }
@@ -389,11 +503,11 @@ bool always() { return true; }
 // Fastest first.
 constexpr Path kAllPaths[] = {
 #if defined(__x86_64__)
-    {"AVX-512", avx512::available, avx512::step_head},
-    {"AVX2", avx2::available, avx2::step_head},
+    {"AVX-512", avx512::available, avx512::step_head, avx512::fold_head},
+    {"AVX2", avx2::available, avx2::step_head, avx2::fold_head},
 #endif
-    {"reference", always, plain::step_head<float>},
-    {"reference64", always, plain::step_head<double>},
+    {"reference", always, plain::step_head<float>, plain::fold_head<float>},
+    {"reference64", always, plain::step_head<double>, plain::fold_head<double>},
 };
 
 const Path& path_named(const std::string& name) {
@@ -434,12 +548,24 @@ class CpuKda final : public KdaPlan {
 #pragma omp parallel for schedule(dynamic) num_threads(threads_) if (units > 1)
     for (std::int64_t unit = 0; unit < units; ++unit) {
       const std::int64_t head = unit / step.requests;
-      const Request request = resolve(work, unit % step.requests);
+      const Request request = resolve(work, unit % step.requests, head);
       if (request.bad && counters && head == 0)
         std::atomic_ref(counters->*request.bad).fetch_add(1, std::memory_order_relaxed);
       if (request.tokens > 0) path_.step_head(work, request, head);
       for (int t = request.tokens; t < step.tokens; ++t)
         std::fill_n(out_row(work, request, head, t), kHead, std::uint16_t{0});
+    }
+  }
+
+  void fold(const KdaFold& fold, KdaCounters* counters, Stream) override {
+    const KdaStep no_step;
+    const Work work{model_, owned_.data(), layout_, no_step, nullptr};
+    const std::int64_t units = fold.requests * model_.heads;
+#pragma omp parallel for schedule(dynamic) num_threads(threads_) if (units > 1)
+    for (std::int64_t unit = 0; unit < units; ++unit) {
+      const auto bad = fold_unit(work, fold, unit / model_.heads, unit % model_.heads);
+      if (bad && counters && unit % model_.heads == 0)
+        std::atomic_ref(counters->*bad).fetch_add(1, std::memory_order_relaxed);
     }
   }
 
@@ -450,6 +576,38 @@ class CpuKda final : public KdaPlan {
   KdaStats stats() const override { return {}; }
 
  private:
+  // fold_records or reset_records for one (request, head): the counter of what is bad, else null.
+  std::uint32_t KdaCounters::*fold_unit(const Work& work, const KdaFold& fold, std::int64_t n,
+                                        std::int64_t head) const {
+    const std::int64_t from = fold.slots[n * fold.slots_stride], to = fold.dst_slots[n * fold.dst_stride];
+    const std::int64_t accepted = fold.accepted ? fold.accepted[n] : 1;
+    const auto dead = [&](std::int64_t slot) { return slot < model_.options.first_live_slot; };
+    if (dead(from)) return nullptr;
+    if (from >= layout_.num_slots) return &KdaCounters::bad_slot;
+    if (accepted < 1 || accepted > layout_.entries()) return &KdaCounters::bad_accepted;
+    if (dead(to)) return nullptr;
+    if (to >= layout_.num_slots) return &KdaCounters::bad_slot;
+    const KdaRecords target = records_of(model_, layout_, fold.records, to, head);
+    if (fold.accepted) {
+      Request request;
+      request.records = records_of(model_, layout_, fold.records, from, head);
+      if (!fits_records(accepted, *request.records.count)) return &KdaCounters::stale_records;
+      request.accepted = accepted;
+      request.pending = *request.records.count > 0 ? static_cast<int>(accepted) : 0;
+      request.line = fold.conv + from * layout_.conv_stride;
+      request.source = fold.state + from * layout_.state_stride;
+      request.folded = fold.state + to * layout_.state_stride;
+      for (int third = 0; third < 3; ++third) {
+        Taps taps;
+        load_taps(work, request, head, third, &taps);
+        store_taps(work, fold.conv + to * layout_.conv_stride, head, third, taps.at, kKdaConvWidth - 1);
+      }
+      path_.fold_head(work, request, head);
+    }
+    *target.count = 0;
+    return nullptr;
+  }
+
   KdaModel model_;
   const Path& path_;
   std::uint16_t* rounded_;

@@ -50,6 +50,8 @@ inline void scale_row(float* row, float factor) {
   for (int i = 0; i < kHead; i += kLanes) store(row + i, load(row + i) * fill(factor));
 }
 
+inline void normalize_k(float* k) { scale_row(k, 1 / std::sqrt(dot(k, k) + kNormBias)); }
+
 // Steps 1-4: q, k, v of all tokens.
 inline void convolve(const Work& work, const Request& request, std::int64_t head, Token* tokens) {
   for (int third = 0; third < 3; ++third) {
@@ -67,6 +69,8 @@ inline void convolve(const Work& work, const Request& request, std::int64_t head
         const Vec y = round_bf16(acc / (fill(1) + exp(-acc)));
         store(tokens[t].qkv[third] + i, y);
         if (std::uint16_t* to = rounded_row(work, request, head, t, third)) narrow(to + i, y);
+        if (third != 1) continue;
+        if (std::uint16_t* to = recorded_row(work, request, t, third)) narrow(to + i, y);
       }
     }
   }
@@ -74,9 +78,17 @@ inline void convolve(const Work& work, const Request& request, std::int64_t head
     float* q = tokens[t].qkv[0];
     float* k = tokens[t].qkv[1];
     scale_row(q, work.model.options.scale / std::sqrt(dot(q, q) + kNormBias));
-    scale_row(k, 1 / std::sqrt(dot(k, k) + kNormBias));
+    normalize_k(k);
     tokens[t].k_dot_q = dot(k, q);
   }
+}
+
+// Step 6: kLanes values of g, from channel j of the head on.
+inline Vec decay_of(const KdaModel& model, std::int64_t head, int j, Vec g) {
+  const float a = std::exp(static_cast<const float*>(model.weights.a_log.data)[head]);
+  const Vec s = g + load(static_cast<const float*>(model.weights.dt_bias.data) + head * kHead + j);
+  const std::optional<float> bound = model.options.gate_lower_bound;
+  return exp(bound ? fill(*bound) * sigmoid(fill(a) * s) : fill(-a) * softplus(s));
 }
 
 // Steps 5-7: decay and beta of all tokens. Each row of F_B is read once.
@@ -114,18 +126,27 @@ inline void gate(const Work& work, const Request& request, std::int64_t head, To
       tokens[t].decay[j] = total(sums[0] + sums[1]);
     }
   }
-  const float a = std::exp(static_cast<const float*>(work.model.weights.a_log.data)[head]);
-  const float* dt_bias = static_cast<const float*>(work.model.weights.dt_bias.data) + head * kHead;
-  const std::optional<float> bound = work.model.options.gate_lower_bound;
   for (int t = 0; t < request.tokens; ++t) {
     for (int j = 0; j < kHead; j += kLanes) {
       const Vec g = round_bf16(load(tokens[t].decay + j));
       if (std::uint16_t* to = rounded_row(work, request, head, t, 3)) narrow(to + j, g);
-      const Vec s = g + load(dt_bias + j);
-      const Vec log_decay = bound ? fill(*bound) * sigmoid(fill(a) * s) : fill(-a) * softplus(s);
-      store(tokens[t].decay + j, exp(log_decay));
+      if (std::uint16_t* to = recorded_row(work, request, t, 3)) narrow(to + j, g);
+      store(tokens[t].decay + j, decay_of(work.model, head, j, g));
     }
     tokens[t].beta = 1 / (1 + std::exp(-beta_logit(work, request, head, t)));
+  }
+}
+
+// k, decay and u of the recorded tokens (8.3).
+inline void recall(const Work& work, const Request& request, std::int64_t head, Token* pending) {
+  for (int t = 0; t < request.pending; ++t) {
+    const std::int64_t at = t * kHead;
+    for (int j = 0; j < kHead; j += kLanes) {
+      store(pending[t].qkv[1] + j, widen(request.records.k + at + j));
+      store(pending[t].decay + j, decay_of(work.model, head, j, widen(request.records.g + at + j)));
+      store(pending[t].u + j, load(request.records.u + at + j));
+    }
+    normalize_k(pending[t].qkv[1]);
   }
 }
 
@@ -137,20 +158,50 @@ struct Target {
   bool streamed;
 };
 
-inline Target target_of(const Request& request, std::int64_t head, int t) {
-  float* state = request.targets[t];
+inline Target target_of(const Request& request, std::int64_t head, float* state) {
   if (state == nullptr) return {nullptr, false};
   const bool aligned = reinterpret_cast<std::uintptr_t>(state) % sizeof(Vec) == 0;
   return {state + head * kHead * kHead, aligned && state != request.source};
 }
 
-// Step 8 of the state's rows v .. v + kRows - 1, for all tokens: a row stays in registers from its one load on.
-inline void update_rows(const float* source, const Target* targets, int v, Token* tokens, int num_tokens) {
+inline void store_rows(const Target& target, int v, const Vec (&s)[kRows][kVecs]) {
+  if (target.state == nullptr) return;
+  float* to = target.state + v * kHead;
+#pragma GCC unroll 4
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 16
+    for (int i = 0; i < kVecs; ++i) {
+      if (target.streamed) stream(to + r * kHead + i * kLanes, s[r][i]);
+      else store(to + r * kHead + i * kLanes, s[r][i]);
+    }
+  }
+}
+
+// Step 8 of the recorded tokens, of rows v .. v + kRows - 1: u is known.
+inline void fold_rows(int v, const Token* pending, int num_pending, Vec (&s)[kRows][kVecs]) {
+  for (int t = 0; t < num_pending; ++t) {
+    const Token& token = pending[t];
+#pragma GCC unroll 16
+    for (int i = 0; i < kVecs; ++i) {
+      const Vec decay = load(token.decay + i * kLanes);
+      const Vec k = load(token.qkv[1] + i * kLanes);
+#pragma GCC unroll 4
+      for (int r = 0; r < kRows; ++r) s[r][i] = multiply_add(fill(token.u[v + r]), k, s[r][i] * decay);
+    }
+  }
+}
+
+// Step 8 of the state's rows v .. v + kRows - 1, for all tokens, the recorded ones first: a row stays in registers from
+// its one load on.
+inline void update_rows(const float* source, const Target& folded, const Target* targets, int v, const Token* pending,
+                        int num_pending, Token* tokens, int num_tokens) {
   Vec s[kRows][kVecs];
 #pragma GCC unroll 4
   for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 16
     for (int i = 0; i < kVecs; ++i) s[r][i] = load(source + (v + r) * kHead + i * kLanes);
+  fold_rows(v, pending, num_pending, s);
+  store_rows(folded, v, s);
   for (int t = 0; t < num_tokens; ++t) {
     Token& token = tokens[t];
     Vec p[kRows] = {};
@@ -167,28 +218,18 @@ inline void update_rows(const float* source, const Target* targets, int v, Token
         o[r] = multiply_add(s[r][i], q, o[r]);
       }
     }
-    float u[kRows];
 #pragma GCC unroll 4
     for (int r = 0; r < kRows; ++r) {
-      u[r] = token.beta * (token.qkv[2][v + r] - total(p[r]));
-      token.o[v + r] = total(o[r]) + u[r] * token.k_dot_q;
+      token.u[v + r] = token.beta * (token.qkv[2][v + r] - total(p[r]));
+      token.o[v + r] = total(o[r]) + token.u[v + r] * token.k_dot_q;
     }
 #pragma GCC unroll 16
     for (int i = 0; i < kVecs; ++i) {
       const Vec k = load(token.qkv[1] + i * kLanes);
 #pragma GCC unroll 4
-      for (int r = 0; r < kRows; ++r) s[r][i] = multiply_add(fill(u[r]), k, s[r][i]);
+      for (int r = 0; r < kRows; ++r) s[r][i] = multiply_add(fill(token.u[v + r]), k, s[r][i]);
     }
-    if (targets[t].state == nullptr) continue;
-    float* to = targets[t].state + v * kHead;
-#pragma GCC unroll 4
-    for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 16
-      for (int i = 0; i < kVecs; ++i) {
-        if (targets[t].streamed) stream(to + r * kHead + i * kLanes, s[r][i]);
-        else store(to + r * kHead + i * kLanes, s[r][i]);
-      }
-    }
+    store_rows(targets[t], v, s);
   }
 }
 
@@ -212,15 +253,28 @@ inline void norm(const Work& work, const Request& request, std::int64_t head, in
 }
 
 void step_head(const Work& work, const Request& request, std::int64_t head) {
-  Token tokens[kKdaMaxTokens];
+  Token tokens[kKdaMaxTokens], pending[kKdaMaxTokens];
+  recall(work, request, head, pending);
   convolve(work, request, head, tokens);
   gate(work, request, head, tokens);
 
   const float* source = request.source + head * kHead * kHead;
+  const Target folded = target_of(request, head, request.folded);
   Target targets[kKdaMaxTokens];
-  for (int t = 0; t < request.tokens; ++t) targets[t] = target_of(request, head, t);
-  for (int v = 0; v < kHead; v += kRows) update_rows(source, targets, v, tokens, request.tokens);
+  for (int t = 0; t < request.tokens; ++t) targets[t] = target_of(request, head, request.targets[t]);
+  for (int v = 0; v < kHead; v += kRows)
+    update_rows(source, folded, targets, v, pending, request.pending, tokens, request.tokens);
   fence();
 
   for (int t = 0; t < request.tokens; ++t) norm(work, request, head, t, &tokens[t]);
+  store_u(work, request, tokens);
+}
+
+void fold_head(const Work& work, const Request& request, std::int64_t head) {
+  Token pending[kKdaMaxTokens];
+  recall(work, request, head, pending);
+  const float* source = request.source + head * kHead * kHead;
+  const Target folded = target_of(request, head, request.folded);
+  for (int v = 0; v < kHead; v += kRows) update_rows(source, folded, nullptr, v, pending, request.pending, nullptr, 0);
+  fence();
 }

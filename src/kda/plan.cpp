@@ -38,6 +38,14 @@ struct Params {  // twostep::kda::Params of kernels/kda/kda_step.cuh
   float scale;
   float norm_eps;
   float lower_bound;
+  std::uint8_t* records;
+  long long record_stride;
+};
+
+struct FoldParams {  // twostep::kda::FoldParams of kernels/kda/records.cuh
+  Params step;
+  const std::int32_t* dst_slots;
+  long long dst_stride;
 };
 
 // The kernel of one key, ready to launch.
@@ -91,42 +99,33 @@ class CudaKda final : public KdaPlan {
     std::map<std::string, Loaded> built;  // by text: keys that need the same kernel share it
     for (const KdaPolicy& policy : model_.options.policies) {
       const KdaBuild build = kda_build(model_, layout, policy, facts_);
-      throw_if_error(kda_tactic_valid(build.tactic, build.tokens, facts_));
+      throw_if_error(kda_tactic_valid(build.tactic, build.tokens, facts_, kda_folded(build)));
       const KdaKernelText text = kda_kernel_text(build, test_);
       auto [place, is_new] = built.try_emplace(text.text);
-      if (is_new) place->second = load(text, build);
+      const int smem_bytes = kda_smem_bytes(build.tokens, build.tactic, kda_folded(build));
+      if (is_new) place->second = {load(text, smem_bytes), build.tactic, static_cast<std::uint32_t>(smem_bytes)};
       keys.push_back(place->second);
     }
+    if (model_.records()) fold_ = load(kda_fold_text(model_, layout), 0);
     keys_ = std::move(keys);
     layout_ = layout;
   }
 
   void run(const KdaStep& step, KdaCounters* counters, Stream stream) override {
     const Loaded& loaded = keys_[step.key];
-    const KdaOptions& options = model_.options;
-    Params params{step.projected,
-                  step.out,
-                  step.conv,
-                  step.state,
-                  step.slots,
-                  step.accepted,
-                  step.lengths,
-                  counters,
-                  test_.rounded,
-                  owned_.data(),
-                  model_.weights.f_b.data,
-                  model_.weights.a_log.data,
-                  model_.weights.dt_bias.data,
-                  step.out_stride,
-                  layout_.conv_stride,
-                  layout_.state_stride,
-                  step.slots_stride,
-                  layout_.num_slots,
-                  options.first_live_slot,
-                  static_cast<int>(step.window),
-                  options.scale,
-                  options.norm_eps,
-                  options.gate_lower_bound.value_or(0.0f)};
+    Params params = common_params(counters);
+    params.projected = step.projected;
+    params.out = step.out;
+    params.conv = step.conv;
+    params.state = step.state;
+    params.slots = step.slots;
+    params.accepted = step.accepted;
+    params.lengths = step.lengths;
+    params.rounded = test_.rounded;
+    params.out_stride = step.out_stride;
+    params.slots_stride = step.slots_stride;
+    params.window = static_cast<int>(step.window);
+    params.records = step.records;
     void* arguments[] = {&params};
     const ContextGuard context(context_);
     const bool capturing = is_capturing(stream);
@@ -141,6 +140,25 @@ class CudaKda final : public KdaPlan {
     launch(what, stream, arguments);
     if (ordinary) ordinary_next_.store(false, std::memory_order_release);  // not before the launch has succeeded
     PdlChain::record(context_, stream, capturing);
+  }
+
+  // No dependent launch: a step with early_caches would read what is still being written.
+  void fold(const KdaFold& fold, KdaCounters* counters, Stream stream) override {
+    FoldParams params{common_params(counters), fold.dst_slots, fold.dst_stride};
+    params.step.conv = fold.conv;
+    params.step.state = fold.state;
+    params.step.slots = fold.slots;
+    params.step.accepted = fold.accepted;
+    params.step.slots_stride = fold.slots_stride;
+    params.step.records = fold.records;
+    void* arguments[] = {&params};
+    const ContextGuard context(context_);
+    Launch what;
+    what.function = fold_->function;
+    what.grid_x = static_cast<std::uint32_t>(fold.requests * model_.heads);
+    what.block = kKdaFoldThreads;
+    PdlChain::forget();
+    launch(what, stream, arguments);
   }
 
   void reload(const KdaWeights& weights, Stream stream) override {
@@ -172,18 +190,34 @@ class CudaKda final : public KdaPlan {
     copy_to_device(owned_.data(), owned.data(), owned.size() * sizeof(float), stream);
   }
 
-  Loaded load(const KdaKernelText& text, const KdaBuild& build) {
-    Loaded loaded;
-    loaded.tactic = build.tactic;
-    loaded.smem_bytes = static_cast<std::uint32_t>(kda_smem_bytes(build.tokens, build.tactic));
+  // What no call changes.
+  Params common_params(KdaCounters* counters) const {
+    const KdaOptions& options = model_.options;
+    Params params{};
+    params.counters = counters;
+    params.owned = owned_.data();
+    params.f_b = model_.weights.f_b.data;
+    params.a_log = model_.weights.a_log.data;
+    params.dt_bias = model_.weights.dt_bias.data;
+    params.conv_stride = layout_.conv_stride;
+    params.state_stride = layout_.state_stride;
+    params.record_stride = layout_.record_stride;
+    params.num_slots = layout_.num_slots;
+    params.first_live_slot = options.first_live_slot;
+    params.scale = options.scale;
+    params.norm_eps = options.norm_eps;
+    params.lower_bound = options.gate_lower_bound.value_or(0.0f);
+    return params;
+  }
+
+  std::shared_ptr<const CompiledKernel> load(const KdaKernelText& text, int smem_bytes) {
     BuildOptions options;
     options.allow_compile = model_.options.jit;
     LoadReport report;
-    loaded.compiled =
-        load_kernel(kda_compile_request(text, facts_.arch), static_cast<int>(loaded.smem_bytes), options, &report);
+    auto compiled = load_kernel(kda_compile_request(text, facts_.arch), smem_bytes, options, &report);
     if (report.from == BuiltFrom::kCompiled) ++stats_.compiles;
     else ++stats_.cache_hits;
-    return loaded;
+    return compiled;
   }
 
   const KdaModel model_;
@@ -192,8 +226,9 @@ class CudaKda final : public KdaPlan {
   const DeviceFacts facts_;
   DeviceBuffer owned_;
   KdaLayout layout_;
-  std::vector<Loaded> keys_;                // by index of the policy
-  std::atomic<bool> ordinary_next_{false};  // the weights were written: the next launch has no early loads
+  std::vector<Loaded> keys_;                    // by index of the policy
+  std::shared_ptr<const CompiledKernel> fold_;  // with records
+  std::atomic<bool> ordinary_next_{false};      // the weights were written: the next launch has no early loads
   KdaStats stats_;
 };
 

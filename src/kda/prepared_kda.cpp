@@ -28,6 +28,22 @@ struct PreparedKda::Impl {
     return index;
   }
 
+  // Of all layers, or of none: what fails is found before the first launch.
+  static void fold(std::span<const KdaLayerCaches> layers, const TensorView& slots, const TensorView* accepted,
+                   const std::optional<TensorView>& dst_slots, Stream stream) {
+    for (const bool launches : {false, true})
+      for (const auto& [layer, caches] : layers) {
+        if (layer == nullptr)
+          fail(StatusCode::kInvalidArgument, accepted ? "kda.fold_records" : "kda.reset_records", "layer", "null",
+               "prepared objects");
+        const Impl& impl = *layer->impl_;
+        KdaFold fold;
+        throw_if_error(
+            check_fold(impl.model, impl.layout ? &*impl.layout : nullptr, caches, slots, accepted, dst_slots, &fold));
+        if (launches) impl.plan->fold(fold, impl.counters, stream);
+      }
+  }
+
   const KdaModel model;  // the plan may refer to it
   std::unique_ptr<KdaPlan> plan;
   std::optional<KdaLayout> layout;  // of the last prepare that succeeded
@@ -53,6 +69,23 @@ void PreparedKda::run(const KdaCall& call, Stream stream) {
   throw_if_error(check_call(impl_->model, impl_->layout ? &*impl_->layout : nullptr, call, &step));
   impl_->plan->run(step, impl_->counters, stream);
   impl_->runs.fetch_add(1, std::memory_order_relaxed);
+}
+
+void PreparedKda::reset_records(const KdaCaches& caches, const TensorView& slots, Stream stream) {
+  const KdaLayerCaches one{this, caches};
+  reset_records({&one, 1}, slots, stream);
+}
+void PreparedKda::reset_records(std::span<const KdaLayerCaches> layers, const TensorView& slots, Stream stream) {
+  Impl::fold(layers, slots, nullptr, {}, stream);
+}
+void PreparedKda::fold_records(const KdaCaches& caches, const TensorView& slots, const TensorView& accepted,
+                               const std::optional<TensorView>& dst_slots, Stream stream) {
+  const KdaLayerCaches one{this, caches};
+  fold_records({&one, 1}, slots, accepted, dst_slots, stream);
+}
+void PreparedKda::fold_records(std::span<const KdaLayerCaches> layers, const TensorView& slots,
+                               const TensorView& accepted, const std::optional<TensorView>& dst_slots, Stream stream) {
+  Impl::fold(layers, slots, &accepted, dst_slots, stream);
 }
 
 void PreparedKda::reload(const KdaWeights& weights, Stream stream) {

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <bit>
 #include <nlohmann/json.hpp>
 
 #include "core/check.h"
@@ -13,7 +14,7 @@ namespace {
 
 constexpr int kSplits[] = {1, 2, 4, 8};
 constexpr int kWarpCounts[] = {4, 8, 16};
-constexpr int kPassRows[] = {1, 2};
+constexpr int kPassRows[] = {1, 2, 4};
 
 int values_of(const KdaTactic& t) { return kKdaHeadDim / t.split; }
 int pass_values(const KdaTactic& t) { return t.warps * 4 * t.pass_rows; }  // eight lanes to a row
@@ -24,10 +25,10 @@ Status invalid(const char* argument, int value, std::string accepted) {
 }
 
 // CTAs that one SM is to hold: by shared memory, and by registers. Below these numbers of registers ptxas spills.
-int ctas_per_sm(int tokens, const KdaTactic& t) {
+int ctas_per_sm(int tokens, const KdaTactic& t, int folded) {
   constexpr int kSmSmem = 227 << 10, kReserved = 1 << 10, kRegisters = 1 << 16;
   const int registers = t.warps == 4 ? 168 : 128;
-  const int by_smem = kSmSmem / (kda_smem_bytes(tokens, t) + kReserved);
+  const int by_smem = kSmSmem / (kda_smem_bytes(tokens, t, folded) + kReserved);
   return std::max(1, std::min(by_smem, kRegisters / (registers * kda_threads(t))));
 }
 
@@ -45,7 +46,9 @@ const std::vector<Table>& tables() {
       Table table{json.at("gpu"), {}};
       for (const auto& item : json.at("kda")) {
         const auto& tactic = item.at("tactic");
-        table.entries.push_back({item.at("heads"),
+        const bool records = item.value("state_mode", "slots") == "records";
+        table.entries.push_back({records ? StateMode::kRecords : StateMode::kSlots,
+                                 item.at("heads"),
                                  item.at("tokens"),
                                  item.at("requests"),
                                  {tactic.at("split"), tactic.at("warps"), tactic.at("pass_rows")},
@@ -64,45 +67,55 @@ std::string to_string(const KdaTactic& t) {
   return fmt::format("split {} warps {} pass_rows {}", t.split, t.warps, t.pass_rows);
 }
 
-int kda_smem_bytes(int tokens, const KdaTactic& t) {
-  const int values = values_of(t);
-  const int weights = kKdaConvWidth * (2 * kKdaHeadDim + values) + values;  // conv taps, norm
-  const int floats = values * kKdaHeadDim + weights + tokens * (3 * kKdaHeadDim + 2 * values + 2) + t.split * tokens;
-  return (floats * 4 + 7) / 8 * 8 + (values / pass_values(t) + 2) * 8;
+int kda_folded(StateMode mode, int conv_len) {
+  return mode == StateMode::kRecords ? std::min(conv_len - 2, kKdaMaxTokens) : 0;
 }
 
-Status kda_tactic_valid(const KdaTactic& t, int tokens, const DeviceFacts& facts) {
+int kda_smem_bytes(int tokens, const KdaTactic& t, int folded) {
+  const int values = values_of(t);
+  const int taps = kKdaConvWidth * (2 * kKdaHeadDim + values);
+  const bool verify = tokens > 1, notes = verify && folded > 0;
+  const int coefficients = verify ? tokens * 2 * static_cast<int>(std::bit_ceil(static_cast<unsigned>(tokens))) : 0;
+  const int weights = values + std::max(taps, (notes ? tokens * kKdaHeadDim : 0) + coefficients);
+  const int vectors = tokens * (verify && !notes ? 4 : 3) * kKdaHeadDim;
+  const int of_tokens = vectors + tokens * (values + 2) + std::max(tokens, folded) * values + t.split * tokens;
+  const int floats = values * kKdaHeadDim + weights + of_tokens + folded * 2 * kKdaHeadDim;
+  return (floats * 4 + 7) / 8 * 8 + (values / pass_values(t) + 2 + (folded > 0)) * 8;
+}
+
+Status kda_tactic_valid(const KdaTactic& t, int tokens, const DeviceFacts& facts, int folded) {
   const auto one_of = [](const auto& list, int value) {
     return std::find(std::begin(list), std::end(list), value) != std::end(list);
   };
   if (!one_of(kSplits, t.split)) return invalid("split", t.split, "1, 2, 4, 8");
   if (!one_of(kWarpCounts, t.warps)) return invalid("warps", t.warps, "4, 8, 16");
-  if (!one_of(kPassRows, t.pass_rows)) return invalid("pass_rows", t.pass_rows, "1, 2");
+  if (!one_of(kPassRows, t.pass_rows)) return invalid("pass_rows", t.pass_rows, "1, 2, 4");
+  if (t.pass_rows == 4 && tokens == 1) return invalid("pass_rows", t.pass_rows, "1, 2 in decode");
   if (t.split > 1 && facts.arch == 120) return invalid("split", t.split, "1 on this architecture");
   if (values_of(t) % pass_values(t) != 0)
     return invalid("pass_rows", t.pass_rows,
                    fmt::format("warps * 4 * pass_rows a divisor of the {} values of a CTA", values_of(t)));
-  if (const int bytes = kda_smem_bytes(tokens, t); bytes > facts.smem_per_block)
+  if (const int bytes = kda_smem_bytes(tokens, t, folded); bytes > facts.smem_per_block)
     return refusal(StatusCode::kUnsupported, "kda.prepare", "shared memory", std::to_string(bytes),
                    fmt::format("at most {} bytes on this GPU", facts.smem_per_block), "split the head over more CTAs");
   return {};
 }
 
-std::vector<KdaTactic> valid_kda_tactics(int tokens, const DeviceFacts& facts) {
+std::vector<KdaTactic> valid_kda_tactics(int tokens, const DeviceFacts& facts, int folded) {
   std::vector<KdaTactic> all;
   for (int split : kSplits)
     for (int warps : kWarpCounts)
       for (int rows : kPassRows)
-        if (const KdaTactic t{split, warps, rows}; kda_tactic_valid(t, tokens, facts).ok()) all.push_back(t);
+        if (const KdaTactic t{split, warps, rows}; kda_tactic_valid(t, tokens, facts, folded).ok()) all.push_back(t);
   return all;
 }
 
-std::optional<KdaTableEntry> kda_table_entry(int heads, KdaKey key, const DeviceFacts& facts) {
+std::optional<KdaTableEntry> kda_table_entry(int heads, KdaKey key, const DeviceFacts& facts, StateMode mode) {
   std::optional<KdaTableEntry> above, last;
   for (const Table& table : tables()) {
     if (table.gpu != facts.name) continue;
     for (const KdaTableEntry& entry : table.entries) {
-      if (entry.heads != heads || entry.tokens != key.tokens) continue;
+      if (entry.mode != mode || entry.heads != heads || entry.tokens != key.tokens) continue;
       if (entry.requests >= key.requests && (!above || entry.requests < above->requests)) above = entry;
       if (!last || entry.requests > last->requests) last = entry;
     }
@@ -110,9 +123,10 @@ std::optional<KdaTableEntry> kda_table_entry(int heads, KdaKey key, const Device
   return above ? above : last;
 }
 
-KdaTactic kda_tactic(int heads, KdaKey key, const DeviceFacts& facts) {
-  if (const auto entry = kda_table_entry(heads, key, facts);
-      entry && kda_tactic_valid(entry->tactic, key.tokens, facts).ok())
+KdaTactic kda_tactic(int heads, KdaKey key, const DeviceFacts& facts, int folded) {
+  const bool records = folded > 0;
+  if (const auto entry = kda_table_entry(heads, key, facts, records ? StateMode::kRecords : StateMode::kSlots);
+      entry && kda_tactic_valid(entry->tactic, key.tokens, facts, folded).ok())
     return entry->tactic;
   // Few heads: split them while the CTAs still fit on the SMs at once, two to each. Many: three small CTAs on each SM
   // keep more bytes on the way than two large ones.
@@ -120,7 +134,8 @@ KdaTactic kda_tactic(int heads, KdaKey key, const DeviceFacts& facts) {
   KdaTactic t;
   while (facts.arch != 120 && t.split < 4 && request_heads * t.split * 2 <= 2 * facts.sm_count) t.split *= 2;
   if (key.tokens == 1) {
-    if (t.split == 1) t.warps = 4;
+    // With room for records two CTAs fit on an SM, not three: large ones then.
+    if (t.split == 1 && ctas_per_sm(1, {1, 4, 1}, folded) > 2) t.warps = 4;
   } else if (t.split < 4) {
     t.split = facts.arch == 120 ? 1 : 2;
     t.pass_rows = 2;
@@ -136,37 +151,71 @@ KdaBuild kda_build(const KdaModel& model, const KdaLayout& layout, const KdaPoli
   build.conv_dim_first = model.options.conv_dim_first;
   build.lower_bound = model.options.gate_lower_bound.has_value();
   build.bias = model.weights.conv_bias.has_value();
+  build.records = model.records();
   build.row_stride = policy.row_stride;
   build.early_caches = model.options.early_caches;
-  build.tactic = policy.tactic ? *policy.tactic : kda_tactic(model.heads, policy.key, facts);
+  build.tactic = policy.tactic ? *policy.tactic : kda_tactic(model.heads, policy.key, facts, kda_folded(build));
   return build;
 }
 
-KdaKernelText kda_kernel_text(const KdaBuild& b, const KdaTestSwitches& test) {
-  KdaKernelText kernel;
-  kernel.name = fmt::format("kda-h{}-q{}-{}-l{}-s{}w{}p{}", b.heads, b.tokens, b.conv_dim_first ? "ds" : "sd",
-                            b.conv_len, b.tactic.split, b.tactic.warps, b.tactic.pass_rows);
-  kernel.entry = "kda_step";
-  kernel.rules = kKdaRules;
-  kernel.text =
-      fmt::format(R"(#include "kda/kda_step.cuh"
+namespace {
 
+std::string config_text(const KdaBuild& b, const char* fault) {
+  return fmt::format(R"(
 struct Config {{
   static constexpr int kHeads = {}, kTokens = {}, kConvLen = {};
-  static constexpr bool kDimFirst = {}, kLowerBound = {}, kBias = {}, kEarlyCaches = {};
+  static constexpr bool kDimFirst = {}, kLowerBound = {}, kBias = {}, kEarlyCaches = {}, kRecords = {};
   static constexpr long long kRowStride = {};
   static constexpr int kSplit = {}, kWarps = {}, kPassRows = {};
   static constexpr int kSmemBytes = {};
   static constexpr auto kFault = twostep::kda::Fault::{};
 }};
+)",
+                     b.heads, b.tokens, b.conv_len, b.conv_dim_first, b.lower_bound, b.bias, b.early_caches, b.records,
+                     b.row_stride, b.tactic.split, b.tactic.warps, b.tactic.pass_rows,
+                     kda_smem_bytes(b.tokens, b.tactic, kda_folded(b)), fault);
+}
 
+}  // namespace
+
+KdaKernelText kda_kernel_text(const KdaBuild& b, const KdaTestSwitches& test) {
+  KdaKernelText kernel;
+  kernel.name =
+      fmt::format("kda-h{}-q{}-{}-l{}{}-s{}w{}p{}", b.heads, b.tokens, b.conv_dim_first ? "ds" : "sd", b.conv_len,
+                  b.records ? "-records" : "", b.tactic.split, b.tactic.warps, b.tactic.pass_rows);
+  kernel.entry = "kda_step";
+  kernel.rules = kKdaRules;
+  kernel.text =
+      fmt::format(R"(#include "kda/kda_step.cuh"
+{}
 extern "C" __global__ void __launch_bounds__({}, {}) kda_step(const __grid_constant__ twostep::kda::Params params) {{
   twostep::kda::kda_step<Config>(params);
 }}
 )",
-                  b.heads, b.tokens, b.conv_len, b.conv_dim_first, b.lower_bound, b.bias, b.early_caches, b.row_stride,
-                  b.tactic.split, b.tactic.warps, b.tactic.pass_rows, kda_smem_bytes(b.tokens, b.tactic), test.fault,
-                  kda_threads(b.tactic), ctas_per_sm(b.tokens, b.tactic));
+                  config_text(b, test.fault), kda_threads(b.tactic), ctas_per_sm(b.tokens, b.tactic, kda_folded(b)));
+  return kernel;
+}
+
+KdaKernelText kda_fold_text(const KdaModel& model, const KdaLayout& layout) {
+  KdaBuild b;
+  b.heads = model.heads;
+  b.tokens = 1;
+  b.conv_len = layout.conv_len;
+  b.conv_dim_first = model.options.conv_dim_first;
+  b.lower_bound = model.options.gate_lower_bound.has_value();
+  b.records = true;
+  KdaKernelText kernel;
+  kernel.name = fmt::format("kda-fold-h{}-{}-l{}", b.heads, b.conv_dim_first ? "ds" : "sd", b.conv_len);
+  kernel.entry = "kda_fold";
+  kernel.rules = kKdaRules;
+  kernel.text = fmt::format(R"(#include "kda/records.cuh"
+{}
+extern "C" __global__ void __launch_bounds__({}) kda_fold(const __grid_constant__ twostep::kda::FoldParams params) {{
+  static_assert(twostep::kda::kFoldThreads == {});
+  twostep::kda::kda_fold<Config>(params);
+}}
+)",
+                            config_text(b, "kNone"), kKdaFoldThreads, kKdaFoldThreads);
   return kernel;
 }
 

@@ -19,10 +19,13 @@ std::int64_t l2_bytes(const MeasureDevice& device) {
 
 }  // namespace
 
-double kda_mix_rate(const MeasureDevice& device, int writes, Machine& machine) {
+double kda_mix_rate(const MeasureDevice& device, double writes, Machine& machine) {
   constexpr std::int64_t kCall = 512 << 20;  // read and written by one launch: start and tail do not count
   constexpr int kRegions = 4, kLaunches = 16;
-  const std::int64_t read = kCall / (1 + writes) / kReaderPiece * kReaderPiece;
+  const std::int64_t pieces = static_cast<std::int64_t>(kCall / (1 + writes)) / kReaderPiece;
+  const std::int64_t read = pieces * kReaderPiece;
+  const int whole = static_cast<int>(writes);
+  const std::int64_t more = static_cast<std::int64_t>((writes - whole) * static_cast<double>(pieces)) * kReaderPiece;
   KdaCudaMemory memory(device);
   auto* pool = static_cast<std::byte*>(memory.allocate(kRegions * kCall));
   memory.fill(pool, kRegions * kCall / 2, operand_base("mix", 1), 1);
@@ -42,15 +45,15 @@ double kda_mix_rate(const MeasureDevice& device, int writes, Machine& machine) {
     const auto enqueue = [&](int i, bool in_place) {
       std::byte* from = pool + i % kRegions * kCall;
       std::byte* to = in_place ? from : from + read;
-      std::int64_t bytes = read;
-      int times = writes;
-      void* arguments[] = {&from, &bytes, &to, &times};
+      std::int64_t bytes = read, once_more = more;
+      int times = whole;
+      void* arguments[] = {&from, &bytes, &to, &times, &once_more};
       what.programmatic = i > 0;
       launch(what, device.stream(), arguments);
     };
     for (const bool in_place : {false, true}) {
       const Summary time = timer.early([&](int i) { enqueue(i, in_place); });
-      best = std::max(best, static_cast<double>(read * (1 + writes)) / time.median);
+      best = std::max(best, static_cast<double>(read * (1 + whole) + more) / time.median);
     }
     for (int i = 0; i < kLaunches; ++i) enqueue(0, false);  // what runs while the clocks are read
     device.describe(machine);
@@ -78,7 +81,8 @@ KdaRow KdaBench::time(std::int64_t requests, int launches, Replays replays) {
   KdaRow row = layers_.row(requests);
   row.ring.launches = launches;
   row.rate = rate_;
-  const auto entry = kda_table_entry(options_.heads, {requests, options_.tokens}, device_.facts());
+  const auto entry = kda_table_entry(options_.heads, {requests, options_.tokens}, device_.facts(),
+                                     options_.records ? StateMode::kRecords : StateMode::kSlots);
   row.source = forced_ ? "forced" : entry && entry->tactic == row.tactic ? "table" : "rule";
   const ChainTimer timer(device_, launches);
   row.time = timer.early([&](int launch) { layers_.run(requests, launch); }, replays);
@@ -92,7 +96,9 @@ KdaRow KdaBench::measure(std::int64_t requests, Replays replays) {
 KdaSweep KdaBench::sweep(int finalists) {
   constexpr Replays kScreening{1, 5};
   constexpr int kScreeningLaunches = 16;
-  const std::vector<KdaTactic> tactics = valid_kda_tactics(options_.tokens, device_.facts());
+  const std::vector<KdaTactic> tactics =
+      valid_kda_tactics(options_.tokens, device_.facts(),
+                        kda_folded(options_.records ? StateMode::kRecords : StateMode::kSlots, options_.conv_len));
   std::vector<KdaBuild> builds;
   for (const KdaTactic& tactic : tactics) {
     KdaProblem problem;
@@ -101,6 +107,7 @@ KdaSweep KdaBench::sweep(int finalists) {
     problem.conv_len = options_.conv_len;
     problem.dim_first = options_.dim_first;
     problem.early_caches = options_.early_caches;
+    problem.records = options_.records;
     problem.tactic = tactic;
     builds.push_back(kda_build_of(problem, device_.facts()));
   }

@@ -12,9 +12,10 @@
 
 namespace twostep {
 
-// Bytes read and written per microsecond by a kernel that writes each byte it reads `writes` times, all elsewhere or
-// once in place. The fastest of both over kMixers, on memory far beyond L2. Describes the GPU while it is busy.
-double kda_mix_rate(const MeasureDevice& device, int writes, Machine& machine);
+// Bytes read and written per microsecond by a kernel that writes each byte it reads `writes` times, a part of them once
+// more where that is no whole number, all elsewhere or once in place. The fastest of both over kMixers, on memory far
+// beyond L2. Describes the GPU while it is busy.
+double kda_mix_rate(const MeasureDevice& device, double writes, Machine& machine);
 
 struct KdaFailure {
   KdaTactic tactic;

@@ -29,6 +29,7 @@ std::vector<KdaProblem> kda_problems(std::uint64_t seed, bool quick) {
         p.lengths = below(3) == 0;
         p.dead = below(2) == 0;
         p.early_caches = below(2) == 0;
+        p.records = below(3) == 0;
         p.seed = seed;
         problems.push_back(p);
       }
@@ -64,7 +65,7 @@ KdaErrors KdaJudge::judge(KdaMemory& memory, const std::optional<KdaTactic>& tac
     KdaErrors errors = judge_kda(problem, draw.before, result, draw.reference);
     if (&draw == &draws_.front()) {
       const KdaArrays again = side.run(draw.before);
-      for (const KdaArray array : {kOut, kConv, kState}) {
+      for (const KdaArray array : {kOut, kConv, kState, kRecords, kFolded}) {
         const auto& a = result[array];
         const auto& b = again[array];
         if (a != b)

@@ -14,6 +14,8 @@ std::int64_t kda_request_bytes(const KdaShape& shape) {
   // Three taps touch every 32-byte sector of a DS line.
   const std::int64_t taps = shape.dim_first && shape.conv_len > 3 ? 768 * std::int64_t{shape.conv_len} : 2304;
   if (q == 1) return h * (131072 + taps + 2304 + 1026 + 256) + 260;
+  if (shape.records)
+    return h * (131072 + taps + 768 * (q + 2) + 1282 * q + 1024 * (shape.pending() + q) + 8) + 256 * q + 8;
   return h * (65536 * (1 + q) + taps + 768 * (q + 2) + 1282 * q) + 260 * q + 4;
 }
 
@@ -22,12 +24,20 @@ std::int64_t kda_step_bytes(const KdaShape& shape) {
 }
 
 std::int64_t kda_state_bytes(const KdaShape& shape) {
-  return std::int64_t{65536} * (1 + shape.tokens) * shape.heads * shape.requests;
+  const int written = shape.records ? 1 : shape.tokens;
+  return std::int64_t{65536} * (1 + written) * shape.heads * shape.requests;
 }
 
-std::optional<double> kda_bar_us(int tokens, double floor_us) {
-  if (tokens == 1) return 1.25 * floor_us + 4;
-  if (tokens == 8) return 1.25 * floor_us + 8;
+double kda_writes_per_read(const KdaShape& shape) {
+  const int q = shape.tokens;
+  if (!shape.records || q == 1) return q;
+  // State, conv line, projection or output, records and count of a head.
+  return (65536.0 + 768 * (q + 2) + 256 * q + 1024 * q + 4) / (65536.0 + 2304 + 1026 * q + 1024 * shape.pending() + 4);
+}
+
+std::optional<double> kda_bar_us(const KdaShape& shape, double floor_us) {
+  if (shape.tokens == 1) return 1.25 * floor_us + 4;
+  if (shape.tokens == 8) return shape.records ? 1.2 * floor_us + 5 : 1.25 * floor_us + 8;
   return std::nullopt;
 }
 
@@ -43,7 +53,7 @@ KdaRing plan_kda_ring(const KdaShape& shape, std::int64_t cache_bytes) {
   constexpr std::int64_t kLeast = 3;
   const auto up = [](std::int64_t a, std::int64_t b) { return (a + b - 1) / b; };
   const std::int64_t past = std::max<std::int64_t>(256'000'000, 4 * cache_bytes);
-  const std::int64_t slots = std::int64_t{65536} * shape.heads * shape.requests * shape.tokens;
+  const std::int64_t slots = std::int64_t{65536} * shape.heads * shape.requests * (shape.records ? 1 : shape.tokens);
   const std::int64_t layers = std::clamp(up(past, kda_step_bytes(shape)), kLeast, kModelLayers);
   const std::int64_t sets = up(up(past, slots), layers) * layers;
   return {static_cast<int>(layers), static_cast<int>(sets), static_cast<int>(up(kLeastLaunches, sets) * sets)};

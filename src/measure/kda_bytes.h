@@ -12,6 +12,8 @@ struct KdaShape {
   int tokens = 1;
   int conv_len = 3;
   bool dim_first = false;
+  bool records = false;  // state mode; a verify step then folds q / 2 tokens, a decode step none
+  int pending() const { return records && tokens > 1 ? tokens / 2 : 0; }
 };
 int least_conv_len(int tokens);  // 3 for decode, 2 + q for verify
 
@@ -19,9 +21,11 @@ std::int64_t kda_weight_bytes(int heads);
 std::int64_t kda_request_bytes(const KdaShape& shape);
 std::int64_t kda_step_bytes(const KdaShape& shape);   // of the call, with L2 cold
 std::int64_t kda_state_bytes(const KdaShape& shape);  // of it, the states alone: read and written
+double kda_writes_per_read(const KdaShape& shape);  // of the mix that the floor is stated in: 1, q, or that of records
 
-// Microseconds that one call may take on the H200, for a floor of 15.2: 1.25 f + 4 in decode, 1.25 f + 8 at q = 8.
-std::optional<double> kda_bar_us(int tokens, double floor_us);
+// Microseconds that one call may take on the H200, for a floor of 15.2: 1.25 f + 4 in decode, at q = 8 1.25 f + 8 with
+// slots and 1.2 f + 5 with records.
+std::optional<double> kda_bar_us(const KdaShape& shape, double floor_us);
 // And on a CPU: decode moves its states at 60 % of the copy rate (bytes per microsecond).
 std::optional<double> kda_cpu_bar_us(const KdaShape& shape, double copy_rate);
 

@@ -53,6 +53,8 @@ struct Extent {
   std::int64_t num_slots = 0;
   std::int64_t conv_stride = 0;
   std::int64_t state_stride = 0;
+  std::int64_t record_bytes = 0;
+  std::int64_t record_stride = 0;
   std::int64_t row_stride = 0;
   std::int64_t out_stride = 0;
   std::int64_t slots_stride = 0;  // between rows of the table
@@ -65,6 +67,8 @@ Extent extent_of(const KdaProblem& p) {
   e.num_slots = p.requests * p.window + 3;  // slot 0 is the null slot, two more belong to nobody
   e.conv_stride = 3 * e.channels * p.conv_len + (p.padded ? 8 : 0);
   e.state_stride = e.channels * kDim + (p.padded ? 4 : 0);
+  e.record_bytes = kda_record_bytes(p.heads, p.conv_len - 2);
+  e.record_stride = e.record_bytes + (p.padded ? 16 : 0);
   e.row_stride = kda_row_stride(p.heads) + (p.padded ? 8 : 0);
   e.out_stride = e.channels + (p.padded ? 8 : 0);
   e.slots_stride = p.window + (p.padded ? 3 : 0);
@@ -163,8 +167,40 @@ void fill_tables(const KdaProblem& p, const Extent& e, std::uint64_t draw, KdaAr
   if (p.lengths) arrays[kLengths] = bytes(lengths);
 }
 
+// One head's records of a slot, in an array of all.
+KdaRecords records_at(const KdaProblem& p, const Extent& e, const std::vector<std::byte>& records, int slot, int head) {
+  auto* area = reinterpret_cast<std::uint8_t*>(const_cast<std::byte*>(records.data())) + slot * e.record_stride;
+  return kda_records(area, p.heads, p.conv_len - 2, head);
+}
+
+// Of the requests' slots: what was accepted, or nothing where that is 1 and by chance; counts that do not fit are one
+// reason to be dead. Areas of other slots, and entries that are not accepted, hold NaN.
+void fill_records(const KdaProblem& p, const Extent& e, std::uint64_t draw, KdaArrays& arrays) {
+  std::uint64_t base = mix64(operand_base("records", p.seed) + draw);
+  arrays[kRecords] = nans(e.num_slots * e.record_stride);
+  for (std::int64_t n = 0; n < p.requests; ++n) {
+    const int slot = as<int>(arrays[kSlots])[n * e.slots_stride];
+    const int a = p.with_accepted() ? as<int>(arrays[kAccepted])[n] : 1;
+    if (slot < 1 || slot >= e.num_slots) continue;
+    base = mix64(base);
+    const bool fits = !p.dead || base % 8 != 0;
+    const bool pending = a > 1 || base / 8 % 2 != 0;
+    for (int h = 0; h < p.heads; ++h) {
+      const KdaRecords r = records_at(p, e, arrays[kRecords], slot, h);
+      *r.count = !fits ? -1 : pending ? std::min(a, p.conv_len - 2) : 0;
+      for (int t = 0; t < *r.count && t < kKdaMaxTokens; ++t) {
+        const std::uint64_t place = base + static_cast<std::uint64_t>(h * kKdaMaxTokens + t);
+        for (int v = 0; v < kDim; ++v) r.u[t * kDim + v] = uniform(place, v) * 0.5f;
+        fill_host(r.k + t * kDim, 1, kDim, kDim, mix64(place), Data::kNormal, 0.5f);
+        fill_host(r.g + t * kDim, 1, kDim, kDim, mix64(~place), Data::kNormal, 0.5f);
+      }
+    }
+  }
+}
+
 // What a request reads, and nothing else: its line, and the state of column accepted - 1.
 void fill_caches(const KdaProblem& p, const Extent& e, std::uint64_t draw, KdaArrays& arrays) {
+  if (p.records) fill_records(p, e, draw, arrays);
   const std::uint64_t base = mix64(operand_base("state", p.seed) + draw);
   arrays[kConv] = nans(e.num_slots * e.conv_stride * 2);
   arrays[kState] = nans(e.num_slots * e.state_stride * 4);
@@ -173,7 +209,7 @@ void fill_caches(const KdaProblem& p, const Extent& e, std::uint64_t draw, KdaAr
     if (!fates[static_cast<std::size_t>(n)].live) continue;
     const int* row = as<int>(arrays[kSlots]) + n * e.slots_stride;
     const int a = p.with_accepted() ? as<int>(arrays[kAccepted])[n] : 1;
-    float* state = as<float>(arrays[kState]) + row[a - 1] * e.state_stride;
+    float* state = as<float>(arrays[kState]) + row[p.records ? 0 : a - 1] * e.state_stride;
     for (std::int64_t i = 0; i < e.channels * kDim; ++i) state[i] = uniform(base + static_cast<std::uint64_t>(n), i);
     std::uint16_t* line = as<std::uint16_t>(arrays[kConv]) + row[0] * e.conv_stride;
     std::vector<std::uint16_t> taps(static_cast<std::size_t>(9 * e.channels));
@@ -227,6 +263,7 @@ KdaOptions options_of(const KdaProblem& p) {
   o.policies = {policy};
   o.conv_dim_first = p.dim_first;
   o.early_caches = p.early_caches;
+  o.state_mode = p.mode();
   return o;
 }
 
@@ -238,6 +275,8 @@ KdaCaches caches_of(const KdaProblem& p, const Pointers& at, Device device) {
   caches.conv.stride[0] = e.conv_stride;
   caches.state = view_of(at[kState], DType::kF32, device, {e.num_slots, p.heads, kDim, kDim});
   caches.state.stride[0] = e.state_stride;
+  if (p.records)
+    caches.records = TensorView::matrix(at[kRecords], e.num_slots, e.record_bytes, device, e.record_stride, DType::kU8);
   return caches;
 }
 
@@ -278,6 +317,24 @@ std::uint64_t changed_outside(const std::vector<std::byte>& before, const std::v
   return sum;
 }
 
+// Of the record cache, with entries that are written taken out and counts put where they must be.
+std::uint64_t changed_records(const KdaProblem& p, const std::vector<KdaFate>& fates, const KdaArrays& before,
+                              const KdaArrays& after) {
+  const Extent e = extent_of(p);
+  std::vector<std::byte> expected = before[kRecords];
+  for (const KdaFate& fate : fates)
+    for (int h = 0; fate.live && h < p.heads; ++h) {
+      const KdaRecords to = records_at(p, e, expected, fate.line, h);
+      const KdaRecords from = records_at(p, e, after[kRecords], fate.line, h);
+      const int noted = p.tokens > 1 ? fate.length : 0;
+      *to.count = noted;
+      std::copy_n(from.u, noted * kDim, to.u);
+      std::copy_n(from.k, noted * kDim, to.k);
+      std::copy_n(from.g, noted * kDim, to.g);
+    }
+  return different(expected.data(), after[kRecords].data(), static_cast<std::int64_t>(expected.size()));
+}
+
 void judge_outputs(const KdaProblem& p, const std::vector<KdaFate>& fates, const KdaArrays& result,
                    const KdaArrays& reference, KdaErrors& errors) {
   const Extent e = extent_of(p);
@@ -301,30 +358,36 @@ void judge_outputs(const KdaProblem& p, const std::vector<KdaFate>& fates, const
   }
 }
 
+// Of one slot; `single`: after one token, whose flips are all there are.
+void judge_state(const KdaProblem& p, KdaArray array, int slot, bool single, const KdaArrays& result,
+                 const KdaArrays& reference, KdaErrors& errors) {
+  const Extent e = extent_of(p);
+  for (int h = 0; h < p.heads; ++h) {
+    const std::int64_t at = slot * e.state_stride + std::int64_t{h} * kDim * kDim;
+    const float* state = as<float>(result[array]) + at;
+    const float* ref = as<float>(reference[array]) + at;
+    double gap = 0, m = 1;
+    std::uint64_t bad = 0;
+    for (int i = 0; i < kDim * kDim; ++i) {
+      bad += std::isnan(state[i]);
+      gap = std::max(gap, std::fabs(double{state[i]} - ref[i]));
+      m = std::max(m, std::fabs(double{ref[i]}));
+    }
+    errors.nans += bad;
+    errors.worst = std::max(errors.worst, gap / m);
+    if (!single) continue;
+    ++errors.heads;
+    errors.close += bad == 0 && gap <= 1e-5 * m;
+  }
+}
+
 void judge_states(const KdaProblem& p, const std::vector<KdaFate>& fates, const KdaArrays& result,
                   const KdaArrays& reference, KdaErrors& errors) {
-  const Extent e = extent_of(p);
-  for (const KdaFate& fate : fates)
-    for (std::size_t t = 0; t < fate.stores.size(); ++t) {
-      if (fate.stores[t] < 0) continue;
-      for (int h = 0; h < p.heads; ++h) {
-        const std::int64_t at = fate.stores[t] * e.state_stride + std::int64_t{h} * kDim * kDim;
-        const float* state = as<float>(result[kState]) + at;
-        const float* ref = as<float>(reference[kState]) + at;
-        double gap = 0, m = 1;
-        std::uint64_t bad = 0;
-        for (int i = 0; i < kDim * kDim; ++i) {
-          bad += std::isnan(state[i]);
-          gap = std::max(gap, std::fabs(double{state[i]} - ref[i]));
-          m = std::max(m, std::fabs(double{ref[i]}));
-        }
-        errors.nans += bad;
-        errors.worst = std::max(errors.worst, gap / m);
-        if (t > 0) continue;
-        ++errors.heads;
-        errors.close += bad == 0 && gap <= 1e-5 * m;
-      }
-    }
+  for (const KdaFate& fate : fates) {
+    for (std::size_t t = 0; t < fate.stores.size(); ++t)
+      if (fate.stores[t] >= 0) judge_state(p, kState, fate.stores[t], t == 0, result, reference, errors);
+    if (p.records && fate.live) judge_state(p, kFolded, fate.line, false, result, reference, errors);
+  }
 }
 
 }  // namespace
@@ -361,13 +424,18 @@ KdaBuild kda_build_of(const KdaProblem& p, const DeviceFacts& facts) {
   return kda_build(shape.model, shape.layout, shape.model.options.policies.front(), facts);
 }
 
+KdaKernelText kda_fold_text_of(const KdaProblem& p) {
+  const Shape shape = shape_of(p);
+  return kda_fold_text(shape.model, shape.layout);
+}
+
 std::string to_options(const KdaProblem& p) {
   std::string text = fmt::format("--heads {} --requests {} --tokens {} --conv-len {} --window {} --layout {} --gate {}",
                                  p.heads, p.requests, p.tokens, p.conv_len, p.window, p.dim_first ? "ds" : "sd",
                                  p.softplus ? "softplus" : "bound");
-  const std::pair<bool, const char*> flags[] = {{p.bias, "--bias"},     {p.bf16_weights, "--bf16-weights"},
-                                                {p.padded, "--padded"}, {p.lengths, "--lengths"},
-                                                {p.dead, "--dead"},     {p.early_caches, "--early-caches"}};
+  const std::pair<bool, const char*> flags[] = {
+      {p.bias, "--bias"}, {p.bf16_weights, "--bf16-weights"}, {p.padded, "--padded"},       {p.lengths, "--lengths"},
+      {p.dead, "--dead"}, {p.early_caches, "--early-caches"}, {p.records, "--mode records"}};
   for (const auto& [set, name] : flags)
     if (set) text += fmt::format(" {}", name);
   if (p.tactic) text += fmt::format(" --tactic {},{},{}", p.tactic->split, p.tactic->warps, p.tactic->pass_rows);
@@ -399,6 +467,16 @@ std::vector<KdaFate> kda_fates(const KdaProblem& p, const KdaArrays& arrays) {
     const int length = p.lengths ? as<int>(arrays[kLengths])[n] : p.tokens;
     KdaFate fate;
     fate.line = row[0];
+    if (p.records) {
+      const int count = names(row[0]) ? *records_at(p, e, arrays[kRecords], row[0], 0).count : 0;
+      fate.live = names(row[0]) && length >= 1 && length <= p.tokens && a >= 1 && a <= p.conv_len - 2 &&
+                  (count == 0 ? a == 1 : a <= std::min(count, kKdaMaxTokens));
+      fate.length = fate.live ? length : 0;
+      fate.pending = fate.live && count > 0 ? a : 0;
+      if (fate.live && (p.tokens == 1 || fate.pending > 0)) fate.stores.push_back(row[0]);
+      fates.push_back(fate);
+      continue;
+    }
     fate.live = names(row[0]) && length >= 1 && length <= p.tokens && a >= 1 && a <= p.window && names(row[a - 1]);
     fate.length = fate.live ? length : 0;
     for (int t = 0; t < fate.length; ++t) fate.stores.push_back(names(row[t]) ? row[t] : -1);
@@ -422,7 +500,8 @@ KdaCounters expected_counters(const KdaProblem& p, const KdaArrays& arrays, cons
     if (row[0] >= e.num_slots) ++counters.bad_slot;
     else if (length < 0 || length > p.tokens) ++counters.bad_length;
     else if (length == 0) continue;
-    else if (a < 1 || a > p.window) ++counters.bad_accepted;
+    else if (a < 1 || a > (p.records ? p.conv_len - 2 : p.window)) ++counters.bad_accepted;
+    else if (p.records) counters.stale_records += !fate.live;
     else if (row[a - 1] >= e.num_slots) ++counters.bad_slot;
     else if (fate.live) counters.bad_slot += std::any_of(row, row + length, [&](int s) { return s >= e.num_slots; });
   }
@@ -462,8 +541,35 @@ KdaArrays KdaSide::run(const KdaArrays& arrays) {
   for (std::size_t i = kProjected; i < kNumKdaArrays; ++i)
     if (!arrays[i].empty()) memory_.write(at_[i], arrays[i].data(), arrays[i].size());
   kda_.run(call_of(problem_, at_, memory_.device()), memory_.stream());
-  for (const KdaArray i : {kOut, kConv, kState, kCounters}) memory_.read(after[i].data(), at_[i], after[i].size());
+  const auto read = [&](KdaArray from, KdaArray to) { memory_.read(after[to].data(), at_[from], after[to].size()); };
+  for (const KdaArray i : {kOut, kConv, kState, kCounters}) read(i, i);
+  if (!problem_.records) return after;
+  read(kRecords, kRecords);
+  fold(arrays);
+  after[kFolded].resize(after[kState].size());
+  read(kState, kFolded);
   return after;
+}
+
+// All that the step recorded, in place; a decode step recorded nothing.
+void KdaSide::fold(const KdaArrays& arrays) {
+  const std::vector<KdaFate> fates = kda_fates(problem_, arrays);
+  std::vector<int> slots, accepted;
+  for (const KdaFate& fate : fates) {
+    slots.push_back(fate.live ? fate.line : 0);
+    accepted.push_back(problem_.tokens > 1 ? fate.length : 1);
+  }
+  const auto memory = memory_.fresh();
+  const auto upload = [&](const std::vector<int>& values) {
+    void* to = memory->allocate(values.size() * sizeof(int));
+    memory->write(to, values.data(), values.size() * sizeof(int));
+    return view_of(to, DType::kI32, memory->device(), {problem_.requests});
+  };
+  const TensorView ids = upload(slots), counts = upload(accepted);
+  kda_.fold_records(caches_of(problem_, at_, memory_.device()), ids, counts, {}, memory_.stream());
+  // The copies must stay until the fold is done.
+  std::byte last;
+  memory_.read(&last, at_[kState], 1);
 }
 
 double KdaErrors::rms() const { return norm > 0 ? std::sqrt(difference / norm) : std::sqrt(difference); }
@@ -506,6 +612,7 @@ KdaErrors judge_kda(const KdaProblem& p, const KdaArrays& before, const KdaArray
   errors.outside +=
       changed_outside(before[kState], result[kState], e.num_slots, e.state_stride * 4, e.channels * kDim * 4,
                       [&](std::int64_t s) { return states[static_cast<std::size_t>(s)]; });
+  if (p.records) errors.outside += changed_records(p, fates, before, result);
   errors.outside += changed_outside(before[kOut], result[kOut], p.requests * p.tokens, e.out_stride * 2, e.channels * 2,
                                     [](std::int64_t) { return true; });
   const KdaCounters wanted = expected_counters(p, before, fates);

@@ -45,14 +45,17 @@ struct KdaProblem {
   bool lengths = false;       // ragged requests
   bool dead = false;          // dead and bad requests among the live
   bool early_caches = false;
+  bool records = false;  // state mode; the columns of slots past the first are then not used
   std::optional<KdaTactic> tactic;
   std::uint64_t seed = 1;
   bool with_accepted() const { return tokens > 1 || window > 1; }
+  StateMode mode() const { return records ? StateMode::kRecords : StateMode::kSlots; }
 };
 // Throws what construction and prepare throw of such a key, and kInvalidArgument for a window past L - 2.
 void check_problem_shape(const KdaProblem& problem);
 // The kernel that serves the problem on a GPU. Throws as check_problem_shape.
 KdaBuild kda_build_of(const KdaProblem& problem, const DeviceFacts& facts);
+KdaKernelText kda_fold_text_of(const KdaProblem& problem);  // with records, that of fold_records
 // "--heads 12 --requests 3 ..": the options of `twostep check kda` that give this problem.
 std::string to_options(const KdaProblem& problem);
 
@@ -70,7 +73,9 @@ enum KdaArray {
   kSlots,
   kAccepted,
   kLengths,
+  kRecords,
   kCounters,
+  kFolded,  // of results, with records: the states once all tokens of the step are folded, too
   kNumKdaArrays
 };
 // Bytes of each array on the host; empty where the problem has none.
@@ -84,7 +89,8 @@ struct KdaFate {
   bool live = false;
   int line = 0;
   int length = 0;           // tokens that are computed
-  std::vector<int> stores;  // slot of the state after token t; -1: none
+  int pending = 0;          // recorded tokens that are folded first
+  std::vector<int> stores;  // slot of the state after token t; -1: none. Of a verify step with records: of that folded
 };
 std::vector<KdaFate> kda_fates(const KdaProblem& problem, const KdaArrays& arrays);
 
@@ -93,10 +99,12 @@ class KdaSide {
  public:
   // `cpu_path` as KdaTestSwitches. `memory` must outlive this.
   KdaSide(KdaMemory& memory, const KdaProblem& problem, const KdaArrays& weights, const char* cpu_path = "auto");
-  // Runs the step on a copy of the arrays and gives back what it left of out, caches and counters.
+  // Runs the step on a copy of the arrays and gives back what it left of out, caches and counters. With records, then
+  // folds what it recorded.
   KdaArrays run(const KdaArrays& arrays);
 
  private:
+  void fold(const KdaArrays& arrays);
   KdaMemory& memory_;
   KdaProblem problem_;
   std::array<void*, kNumKdaArrays> at_{};

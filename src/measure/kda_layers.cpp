@@ -46,6 +46,7 @@ KdaProblem small_problem(const KdaBenchOptions& options) {
   p.conv_len = options.conv_len;
   p.dim_first = options.dim_first;
   p.early_caches = options.early_caches;
+  p.records = options.records;
   p.seed = kSeed;
   return p;
 }
@@ -57,6 +58,7 @@ KdaLayers::KdaLayers(KdaMemory& memory, const KdaBenchOptions& options, std::vec
     : memory_(memory),
       options_(options),
       channels_(std::int64_t{kKdaHeadDim} * options.heads),
+      columns_(options.records ? 1 : options.tokens),
       judge_(small_problem(options)) {
   const std::int64_t q = options.tokens;
   const std::int64_t row = kda_row_stride(options.heads);
@@ -67,10 +69,10 @@ KdaLayers::KdaLayers(KdaMemory& memory, const KdaBenchOptions& options, std::vec
     num_layers_ = std::max(num_layers_, ring.layers);
     rows = std::max(rows, ring.sets * b * q);
   }
-  num_slots_ = rows + 1;  // slot 0 is dead
+  num_slots_ = rows / q * columns_ + 1;  // slot 0 is dead
 
   // Pages lie where an allocator happened to put them.
-  std::vector<std::int32_t> ids(static_cast<std::size_t>(rows));
+  std::vector<std::int32_t> ids(static_cast<std::size_t>(num_slots_ - 1));
   std::iota(ids.begin(), ids.end(), 1);
   std::mt19937_64 random(kSeed);
   for (std::size_t i = ids.size(); i > 1; --i) std::swap(ids[i - 1], ids[random() % i]);
@@ -79,7 +81,8 @@ KdaLayers::KdaLayers(KdaMemory& memory, const KdaBenchOptions& options, std::vec
   memory.write(slots, ids.data(), table);
   for (auto& [b, plan] : plans_) plan.slots = slots;
   std::vector<std::int32_t> accepted;
-  for (std::int64_t n = 0; n < rows; ++n) accepted.push_back(static_cast<std::int32_t>(1 + n % q));
+  for (std::int64_t n = 0; n < rows; ++n)
+    accepted.push_back(static_cast<std::int32_t>(options.records ? options.shape(1).pending() : 1 + n % q));
   accepted_ = static_cast<std::int32_t*>(memory.allocate(accepted.size() * sizeof(std::int32_t)));
   memory.write(accepted_, accepted.data(), accepted.size() * sizeof(std::int32_t));
 
@@ -104,6 +107,8 @@ KdaLayers::KdaLayers(KdaMemory& memory, const KdaBenchOptions& options, std::vec
   state.shape = {num_slots_, options.heads, kKdaHeadDim, kKdaHeadDim};
   state.stride = {page, kKdaHeadDim * kKdaHeadDim, kKdaHeadDim, 1};
 
+  if (options.records) make_records();
+
   const WeightPlaces at(options.heads);
   weights_ = static_cast<std::byte*>(memory.allocate(static_cast<std::size_t>(num_layers_ * at.bytes)));
   for (int layer = 0; layer < num_layers_; ++layer) {
@@ -115,6 +120,19 @@ KdaLayers::KdaLayers(KdaMemory& memory, const KdaBenchOptions& options, std::vec
     memory.fill(base + at.dt_bias, 2 * channels_, seed + 3, 1);
     memory.fill(base + at.norm, 2 * kKdaHeadDim, seed + 4, 1);
   }
+}
+
+// As a step of as many tokens leaves them; a decode step has nothing to fold.
+void KdaLayers::make_records() {
+  const std::int64_t entries = options_.conv_len - 2, area = kda_record_bytes(options_.heads, entries);
+  auto* records = static_cast<std::uint8_t*>(memory_.allocate(static_cast<std::size_t>(num_slots_ * area)));
+  memory_.fill(records, num_slots_ * area / 2, operand_base("records", kSeed), 0.5f);
+  const std::vector<std::int32_t> counts(static_cast<std::size_t>(options_.heads),
+                                         options_.tokens > 1 ? options_.tokens : 0);
+  for (std::int64_t slot = 0; slot < num_slots_; ++slot)
+    memory_.write(kda_records(records + slot * area, options_.heads, entries, 0).count, counts.data(),
+                  counts.size() * sizeof(std::int32_t));
+  caches_.records = TensorView::matrix(records, num_slots_, area, memory_.device(), 0, DType::kU8);
 }
 
 KdaWeights KdaLayers::weights(int layer) const {
@@ -140,6 +158,7 @@ void KdaLayers::prepare(const std::optional<KdaTactic>& tactic) {
   o.gate_lower_bound = -5.0f;
   o.conv_dim_first = options_.dim_first;
   o.early_caches = options_.early_caches;
+  if (options_.records) o.state_mode = StateMode::kRecords;
   for (const auto& [b, plan] : plans_)
     o.policies.push_back({{b, options_.tokens}, kda_row_stride(options_.heads), GateSchedule::kInline, tactic});
   for (int layer = 0; layer < num_layers_; ++layer) {
@@ -171,9 +190,9 @@ void KdaLayers::run(std::int64_t requests, int launch) {
                                       device, row);
   call.out = TensorView::matrix(out_ + set * rows * channels_, rows, channels_, device);
   call.caches = caches_;
-  call.slots = TensorView::matrix(plan.slots + set * rows, requests, options_.tokens, device, 0, DType::kI32);
-  if (options_.tokens == 1) call.slots.rank = 1;
-  else call.accepted = vector_view(accepted_, DType::kI32, device, requests);
+  call.slots = TensorView::matrix(plan.slots + set * requests * columns_, requests, columns_, device, 0, DType::kI32);
+  if (options_.tokens > 1) call.accepted = vector_view(accepted_, DType::kI32, device, requests);
+  call.tokens = options_.tokens;
   layers_[static_cast<std::size_t>(launch % plan.ring.layers)].run(call, memory_.stream());
 }
 

@@ -17,7 +17,8 @@ struct KdaBenchOptions {
   int conv_len = 3;
   bool dim_first = false;
   bool early_caches = false;
-  KdaShape shape(std::int64_t requests) const { return {heads, requests, tokens, conv_len, dim_first}; }
+  bool records = false;
+  KdaShape shape(std::int64_t requests) const { return {heads, requests, tokens, conv_len, dim_first, records}; }
 };
 
 // One (H, q) with several request counts. K3's form: lower-bound gate, no bias, FP32 owned weights, natural strides.
@@ -40,9 +41,10 @@ class KdaLayers {
  private:
   struct Plan {
     KdaRing ring;
-    std::int32_t* slots = nullptr;  // [sets, B, q]
+    std::int32_t* slots = nullptr;  // [sets, B, q], with records [sets, B]
   };
   KdaWeights weights(int layer) const;
+  void make_records();
   void check_values(const KdaTactic& tactic);
 
   KdaMemory& memory_;
@@ -50,6 +52,7 @@ class KdaLayers {
   std::map<std::int64_t, Plan> plans_;  // by requests
   std::int64_t channels_ = 0;
   std::int64_t num_slots_ = 1;
+  int columns_ = 1;  // of the slots of a request
   int num_layers_ = 0;
   KdaCaches caches_;
   std::uint16_t* projected_ = nullptr;

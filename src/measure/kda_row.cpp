@@ -7,7 +7,7 @@
 namespace twostep {
 
 std::optional<double> KdaRow::bar_us() const {
-  return cpu ? kda_cpu_bar_us(shape, copy_rate) : kda_bar_us(shape.tokens, floor_us());
+  return cpu ? kda_cpu_bar_us(shape, copy_rate) : kda_bar_us(shape, floor_us());
 }
 
 const char* KdaRow::verdict() const {
@@ -17,7 +17,7 @@ const char* KdaRow::verdict() const {
   return time.median <= *bar ? "holds" : "misses";
 }
 
-std::string KdaRow::mix() const { return fmt::format("1:{}", shape.tokens); }
+std::string KdaRow::mix() const { return fmt::format("1:{:.3g}", kda_writes_per_read(shape)); }
 
 std::string json_line(const KdaRow& row, const Machine& machine) {
   nlohmann::ordered_json json;
@@ -28,7 +28,8 @@ std::string json_line(const KdaRow& row, const Machine& machine) {
                   {"tokens", row.shape.tokens},
                   {"conv_len", row.shape.conv_len},
                   {"conv_dim_first", row.shape.dim_first},
-                  {"state_mode", "slots"},
+                  {"state_mode", row.shape.records ? "records" : "slots"},
+                  {"pending", row.shape.pending()},
                   {"dtype", "bfloat16, state float32"},
                   {"ranks", 1}};
   json["choice"] = {{"kind", row.cpu ? "cpu" : "kda"},

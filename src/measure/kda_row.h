@@ -27,7 +27,7 @@ struct KdaRow {
   double share() const { return floor_us() / time.median; }
   std::optional<double> bar_us() const;
   const char* verdict() const;  // "holds", "misses", "none"; "noisy": spread above half of the median, or faster than f
-  std::string mix() const;      // "1:8": reads to writes
+  std::string mix() const;      // "1:8": reads to writes; "1:1.04" with records
 };
 
 std::string json_line(const KdaRow& row, const Machine& machine);

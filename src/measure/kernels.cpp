@@ -72,8 +72,8 @@ CompileRequest mix_limit_request(const std::string& arch, int stages) {
                  fmt::format(R"(#include "measure/mix_limit.cuh"
 
 extern "C" __global__ void __launch_bounds__({}) kernel(const twostep::u8* from, twostep::i64 bytes, twostep::u8* to,
-                                                        int writes) {{
-  twostep::measure::{}(from, bytes, to, writes);
+                                                        int writes, twostep::i64 more) {{
+  twostep::measure::{}(from, bytes, to, writes, more);
 }}
 )",
                              stages == 0 ? kMixVectorThreads : 32,

@@ -23,6 +23,7 @@ std::vector<std::string> environment_with(std::map<std::string, std::string> var
   std::vector<std::string> all;
   for (char** entry = environ; *entry != nullptr; ++entry) {
     const std::string text = *entry;
+    if (text.starts_with("GTEST_")) continue;  // a shard or a filter is of the parent alone
     if (!variables.contains(text.substr(0, text.find('=')))) all.push_back(text);
   }
   for (const auto& [name, value] : variables)

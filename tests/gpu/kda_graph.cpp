@@ -1,5 +1,5 @@
-// Graphs and streams: what run records, capture before there is data, replay with other data, reload (kda 12; T50 -
-// T52).
+// Graphs and streams: what run records, capture before there is data, replay with other data, reload (kda 12; T46, T50
+// - T52).
 #include <algorithm>
 #include <string>
 #include <utility>
@@ -103,6 +103,66 @@ TEST_F(KdaGraph, decode_and_verify_of_one_object_replay_in_any_order) {
     if (random() % 2)
       expect_same_bits(replay_of(verify_graph, scene, verify_bound, scene.step, scene.before), verified);
     else expect_same_bits(replay_of(decode_graph, scene, decode_bound, decode, decode_before), decoded);
+  }
+}
+
+// ---- T46
+
+TEST_F(KdaGraph, fresh_and_pending_requests_share_a_captured_step_T46) {
+  for (const bool early_caches : {false, true}) {
+    Scene scene(random,
+                {.heads = 2, .requests = 2, .tokens = 2, .records = true, .rig = {.early_caches = early_caches}});
+    Step warm_up = scene.step;
+    std::fill(warm_up.slots.begin(), warm_up.slots.end(), 0);
+    Bound bound(warm_up, scene.before);
+    const KdaCall call = bound.call();
+    const Graph graph(stream(), [&] { scene.rig.kda.run(call, stream()); });
+    EXPECT_EQ(graph.num_nodes(), 1u);
+    expect_untouched(scene.before, bound.read(scene.rig).caches);
+
+    scene.step.accepted = {{1, 2}};
+    scene.refill(random);
+    fill_records(random, &scene.before, scene.step.slot(0, 0), 0, 0);
+    Step step = scene.step;
+    Caches caches = scene.before;
+    for (int i = 0; i < 4; ++i) {
+      const Outcome outcome = replay_of(graph, scene, bound, step, caches);
+      expect_right(judge(scene.rig, step, caches, outcome));
+      expect_same_bits(outcome, run(scene.rig, step, caches));
+      caches = outcome.caches;
+      step.accepted = {{1 + i % 2, 2 - i % 2}};
+      step.projected = random_step(random, 2, 2, 2, step.row_stride, scene.shape.slots).projected;
+    }
+  }
+}
+
+// The chain as a server captures it: between two steps of one graph the state is complete.
+TEST_F(KdaGraph, fold_and_reset_are_captured_and_no_step_overtakes_them) {
+  Scene scene(random,
+              {.heads = 12, .requests = 2, .tokens = 2, .pool = 8, .records = true, .rig = {.early_caches = true}});
+  scene.step.accepted = {{1, 1}};
+  for (int n = 0; n < 2; ++n) fill_records(random, &scene.before, scene.step.slot(n, 0), 0, 0);
+  const std::vector<std::int32_t> slots = {static_cast<std::int32_t>(scene.step.slot(0, 0)),
+                                           static_cast<std::int32_t>(scene.step.slot(1, 0))};
+  Bound bound(scene.step, scene.before);
+  const KdaCall call = bound.call();
+  const Memory ids(slots), kept(std::vector<std::int32_t>{2, 1});
+  const TensorView id_view = view_of(ids, DType::kI32, {2}), kept_view = view_of(kept, DType::kI32, {2});
+  const Graph graph(stream(), [&] {
+    scene.rig.kda.reset_records(call.caches, id_view, stream());
+    scene.rig.kda.run(call, stream());
+    scene.rig.kda.fold_records(call.caches, id_view, kept_view, {}, stream());
+    scene.rig.kda.run(call, stream());
+  });
+  EXPECT_EQ(graph.num_nodes(), 4u);
+  const Outcome first = scene.run();
+  const Caches complete = folded(scene.rig, first.caches, slots, {{2, 1}});
+  const Outcome second = run(scene.rig, scene.step, complete);
+  for (int repeat = 0; repeat < 20; ++repeat) {
+    Caches stale = scene.before;
+    for (const std::int32_t slot : slots)
+      for (int h = 0; h < 12; ++h) stale.count(slot, h) = 5;
+    expect_same_bits(replay_of(graph, scene, bound, scene.step, stale), second);
   }
 }
 

@@ -42,7 +42,7 @@ std::vector<std::unique_ptr<Scene>> scenes_of(Random& random, const std::vector<
 
 std::string name_of(const SceneSpec& spec) {
   return to_string(*spec.rig.tactic) + ", " + std::to_string(spec.tokens) + " tokens" + (spec.dim_first ? ", DS" : "") +
-         (spec.rig.early_caches ? ", early caches" : "");
+         (spec.rig.early_caches ? ", early caches" : "") + (spec.records ? ", records" : "");
 }
 
 // The kernel that serves the scene's one key, once more from the table of loaded ones.
@@ -53,20 +53,23 @@ std::shared_ptr<const CompiledKernel> kernel_of(const Scene& scene) {
   const KdaBuild build =
       kda_build(model, check_layouts(model, cache_views(scene.shape, nullptr)), model.options.policies[0], facts);
   return load_kernel(kda_compile_request(kda_kernel_text(build), facts.arch),
-                     kda_smem_bytes(build.tokens, build.tactic));
+                     kda_smem_bytes(build.tokens, build.tactic, kda_folded(build)));
 }
 
 TEST_F(KdaSplit, every_tactic_is_right_repeats_its_bits_and_spills_nothing) {
   std::vector<SceneSpec> specs;
-  for (const int tokens : {1, 2, 5, 8})
-    for (const KdaTactic& tactic : tactics(tokens)) {
-      const auto index = static_cast<int>(specs.size());
-      SceneSpec spec{.heads = 2, .requests = 3, .tokens = tokens};
-      spec.dim_first = index % 2 != 0;
-      spec.softplus = index / 2 % 2 != 0;
-      spec.rig.tactic = tactic;
-      specs.push_back(spec);
-    }
+  for (const bool records : {false, true})
+    for (const int tokens : {1, 2, 5, 8})
+      for (const KdaTactic& tactic : tactics(tokens)) {
+        const auto index = static_cast<int>(specs.size());
+        SceneSpec spec{.heads = 2, .requests = 3, .tokens = tokens};
+        spec.dim_first = index % 2 != 0;
+        spec.softplus = index / 2 % 2 != 0;
+        spec.records = records;
+        if (records) spec.conv_len = 10;
+        spec.rig.tactic = tactic;
+        specs.push_back(spec);
+      }
   Verdict pooled;
   for (const auto& scene : scenes_of(random, specs)) {
     SCOPED_TRACE(name_of(scene->spec));
@@ -76,11 +79,15 @@ TEST_F(KdaSplit, every_tactic_is_right_repeats_its_bits_and_spills_nothing) {
     EXPECT_EQ(scene->rig.kda.kernel(key), kernel->key.name + " " + kernel->key.hash);
     EXPECT_EQ(kernel->local_bytes, 0) << "bytes of stack or spills";
 
-    if (key.tokens > 1) {
-      scene->step.accepted = {{1, key.tokens, 2}};
-      scene->step.lengths = {{key.tokens, key.tokens - 1, key.tokens}};
-      scene->refill(random);
+    if (key.tokens > 1 || scene->spec.records) {
+      const int last = scene->spec.records ? 8 : key.tokens;
+      scene->step.accepted = {{1, last, 2}};
+      scene->step.given_tokens = key.tokens;
     }
+    if (key.tokens > 1) {
+      scene->step.lengths = {{key.tokens, key.tokens - 1, key.tokens}};
+    }
+    scene->refill(random);
     const Outcome outcome = scene->run();
     const Verdict verdict = scene->judge(outcome);
     expect_right(verdict);
@@ -97,12 +104,13 @@ TEST_F(KdaSplit, dead_and_live_requests_share_a_grid_at_every_split) {
   std::vector<SceneSpec> specs;
   for (const int tokens : {1, 4})
     for (const bool early_caches : {false, true})
-      for (const KdaTactic& tactic : one_of_each_split(tokens)) {
-        SceneSpec spec{.heads = 2, .requests = 7, .tokens = tokens};
-        spec.rig.tactic = tactic;
-        spec.rig.early_caches = early_caches;
-        specs.push_back(spec);
-      }
+      for (const bool records : {false, true})
+        for (const KdaTactic& tactic : one_of_each_split(tokens)) {
+          SceneSpec spec{.heads = 2, .requests = 8, .tokens = tokens, .records = records};
+          spec.rig.tactic = tactic;
+          spec.rig.early_caches = early_caches;
+          specs.push_back(spec);
+        }
   for (const auto& scene : scenes_of(random, specs)) {
     SCOPED_TRACE(name_of(scene->spec));
     const int tokens = scene->spec.tokens;
@@ -112,13 +120,16 @@ TEST_F(KdaSplit, dead_and_live_requests_share_a_grid_at_every_split) {
     line(1) = 0;
     line(5) = static_cast<std::int32_t>(scene->shape.slots);
     // Lengths come to light when the copies of requests 2, 3 and 4 have begun, if those may begin early.
-    scene->step.lengths = {{tokens, tokens, tokens + 1, -1, 0, tokens, 1}};
-    scene->step.accepted = std::vector<std::int32_t>(7, 1);
+    scene->step.lengths = {{tokens, tokens, tokens + 1, -1, 0, tokens, 1, tokens}};
+    scene->step.accepted = std::vector<std::int32_t>(8, 1);
     scene->refill(random);
+    // So does request 7, by a count that does not fit.
+    if (scene->spec.records) fill_records(random, &scene->before, scene->step.slot(7, 0), 1, -1);
     const Outcome outcome = scene->run();
     expect_right(scene->judge(outcome));
     EXPECT_EQ(outcome.counters.bad_length, 2u);
     EXPECT_EQ(outcome.counters.bad_slot, 1u);
+    EXPECT_EQ(outcome.counters.stale_records, scene->spec.records ? 1u : 0u);
     for (int repeat = 0; repeat < 3; ++repeat) expect_same_bits(scene->run(), outcome);
   }
 }
@@ -128,12 +139,13 @@ TEST_F(KdaSplit, dead_and_live_requests_share_a_grid_at_every_split) {
 TEST_F(KdaSplit, nothing_is_read_from_shared_memory_before_it_is_written) {
   std::vector<SceneSpec> specs;
   for (const int tokens : {1, 4})
-    for (const KdaTactic& tactic : one_of_each_split(tokens)) {
-      SceneSpec spec{.heads = 2, .requests = 8, .tokens = tokens};
-      spec.rig.tactic = tactic;
-      spec.rig.switches = switches();
-      specs.push_back(spec);
-    }
+    for (const bool records : {false, true})
+      for (const KdaTactic& tactic : one_of_each_split(tokens)) {
+        SceneSpec spec{.heads = 2, .requests = 8, .tokens = tokens, .records = records};
+        spec.rig.tactic = tactic;
+        spec.rig.switches = switches();
+        specs.push_back(spec);
+      }
   for (const auto& scene : scenes_of(random, specs)) {
     SCOPED_TRACE(name_of(scene->spec));
     for (int repeat = 0; repeat < 5; ++repeat) {

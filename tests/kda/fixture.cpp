@@ -211,6 +211,9 @@ KdaCaches cache_views(const CacheShape& shape, void* base) {
   state.device = backend().device();
   state.shape = {shape.slots, shape.heads, kDim, kDim};
   state.stride = {shape.state_pitch / 4, kCells, kDim, 1};
+  if (shape.records())
+    caches.records = TensorView::matrix(at(shape.record_base), shape.slots, shape.record_bytes(), backend().device(),
+                                        shape.record_pitch, DType::kU8);
   return caches;
 }
 
@@ -221,6 +224,7 @@ KdaOptions kda_options(const LayerValues& layer, const CacheShape& shape, const 
   result.scale = layer.scale;
   result.norm_eps = layer.norm_eps;
   result.conv_dim_first = shape.dim_first;
+  if (shape.records()) result.state_mode = StateMode::kRecords;
   result.first_live_slot = options.first_live_slot;
   result.early_caches = options.early_caches;
   for (const KdaKey key : options.keys) {
@@ -344,6 +348,27 @@ Outcome run(Rig& rig, const Step& step, const Caches& caches, const Placement& p
   return bound.read(rig);
 }
 
+Caches folded(Rig& rig, const Caches& caches, const std::vector<std::int32_t>& slots,
+              const std::optional<std::vector<std::int32_t>>& accepted,
+              const std::optional<std::vector<std::int32_t>>& dst_slots) {
+  const Memory memory(caches.bytes), ids(slots);
+  const KdaCaches views = cache_views(caches.shape, memory.data());
+  const auto rows = static_cast<std::int64_t>(slots.size());
+  const auto list = [rows](const Memory& values) { return view_of(values, DType::kI32, {rows}); };
+  rig.clear();
+  if (accepted) {
+    const Memory counts(*accepted), targets(dst_slots.value_or(std::vector<std::int32_t>{}));
+    rig.kda.fold_records(views, list(ids), list(counts), dst_slots ? std::optional(list(targets)) : std::nullopt,
+                         backend().stream());
+  } else {
+    rig.kda.reset_records(views, list(ids), backend().stream());
+  }
+  Caches after;
+  after.shape = caches.shape;
+  after.bytes = memory.get<std::byte>();
+  return after;
+}
+
 // ---- Steps and caches
 
 Step random_step(Random& random, int heads, int requests, int tokens, std::int64_t row_stride, std::int64_t pool,
@@ -384,6 +409,19 @@ void fill_state(Random& random, Caches* caches, std::int64_t slot) {
   }
 }
 
+void fill_records(Random& random, Caches* caches, std::int64_t slot, int tokens, int count) {
+  std::normal_distribution<double> normal;
+  for (int h = 0; h < caches->shape.heads; ++h) {
+    caches->count(slot, h) = count;
+    for (int t = 0; t < tokens; ++t)
+      for (int j = 0; j < kDim; ++j) {
+        caches->u(slot, h, t)[j] = static_cast<float>(0.5 * normal(random));
+        caches->k(slot, h, t)[j] = encode_bf16(0.5 * normal(random));
+        caches->g(slot, h, t)[j] = encode_bf16(0.25 * normal(random));
+      }
+  }
+}
+
 void fill_line(Random& random, Caches* caches, std::int64_t slot, std::int64_t first, std::int64_t count) {
   std::normal_distribution<double> normal;
   for (std::int64_t channel = 0; channel < 3 * kDim * caches->shape.heads; ++channel)
@@ -394,7 +432,16 @@ void fill_line(Random& random, Caches* caches, std::int64_t slot, std::int64_t f
 Caches random_caches(Random& random, const CacheShape& shape, const Step& step, std::int64_t first_live_slot) {
   Caches caches(shape, random());
   KdaCounters ignored;
-  for (const Fate& fate : fates(step, shape.slots, first_live_slot, &ignored)) {
+  for (int n = 0; shape.records() && n < step.requests; ++n) {
+    const std::int64_t slot = step.slot(n, 0);
+    const std::int64_t accepted = step.accepted ? (*step.accepted)[static_cast<std::size_t>(n)] : 1;
+    if (slot < first_live_slot || slot >= shape.slots || accepted < 1 || accepted > shape.most_pending()) continue;
+    const std::int64_t spare = shape.most_pending() - accepted;
+    const bool fresh = accepted == 1 && random() % 2 == 0;
+    const auto count = accepted + static_cast<std::int64_t>(random() % static_cast<std::uint64_t>(spare + 1));
+    fill_records(random, &caches, slot, fresh ? 0 : static_cast<int>(accepted), fresh ? 0 : static_cast<int>(count));
+  }
+  for (const Fate& fate : fates(step, caches, first_live_slot, &ignored)) {
     if (!fate.live) continue;
     fill_state(random, &caches, fate.read);
     fill_line(random, &caches, fate.line, fate.history, 3);
@@ -416,8 +463,8 @@ SceneSpec completed(SceneSpec spec) {
 
 CacheShape shape_of(const SceneSpec& spec) {
   if (spec.shape) return *spec.shape;
-  return spec.paged ? CacheShape::paged(spec.heads, spec.pool, spec.conv_len, spec.dim_first)
-                    : CacheShape::of(spec.heads, spec.pool, spec.conv_len, spec.dim_first, spec.pad);
+  return spec.paged ? CacheShape::paged(spec.heads, spec.pool, spec.conv_len, spec.dim_first, spec.records)
+                    : CacheShape::of(spec.heads, spec.pool, spec.conv_len, spec.dim_first, spec.pad, spec.records);
 }
 
 LayerValues layer_of(Random& random, const SceneSpec& spec, const std::function<void(LayerValues&)>& edit) {

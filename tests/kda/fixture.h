@@ -185,6 +185,10 @@ class Bound {
 
 // NaN in `out`, zero counters, one run, everything read back.
 Outcome run(Rig& rig, const Step& step, const Caches& caches, const Placement& placement = {});
+// What fold_records and, without accepted, reset_records leave.
+Caches folded(Rig& rig, const Caches& caches, const std::vector<std::int32_t>& slots,
+              const std::optional<std::vector<std::int32_t>>& accepted = {},
+              const std::optional<std::vector<std::int32_t>>& dst_slots = {});
 
 // ---- Steps and caches
 
@@ -195,6 +199,8 @@ Step random_step(Random& random, int heads, int requests, int tokens, std::int64
 // Taps and states that live requests of the step read, |S| <= 2; all else NaN.
 Caches random_caches(Random& random, const CacheShape& shape, const Step& step, std::int64_t first_live_slot);
 void fill_state(Random& random, Caches* caches, std::int64_t slot);
+// Of `tokens` tokens of every head; `count` are said to be there.
+void fill_records(Random& random, Caches* caches, std::int64_t slot, int tokens, int count);
 void fill_line(Random& random, Caches* caches, std::int64_t slot, std::int64_t first, std::int64_t count);
 
 struct SceneSpec {
@@ -209,8 +215,9 @@ struct SceneSpec {
   bool bias = false;
   bool dim_first = false;
   bool paged = false;
+  bool records = false;  // state mode; pending records of random tokens, where accepted is not 1 or by chance
   DType small = DType::kF32;
-  std::optional<CacheShape> shape = {};  // in place of conv_len, dim_first, pool, pad and paged
+  std::optional<CacheShape> shape = {};  // in place of conv_len, dim_first, pool, pad, paged, records
   RigOptions rig = {};
 };
 

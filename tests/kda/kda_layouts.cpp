@@ -126,41 +126,49 @@ TEST_F(KdaLayouts, both_conv_layouts_give_the_same_bits_T17) {
 // kda 5.7: slot 1 lies more than 2^31 elements behind slot 0, in each cache in turn.
 TEST_F(KdaLayouts, slot_offsets_have_64_bits) {
   if (kSlowBuild) GTEST_SKIP() << "8 GiB of address space";
-  Scene scene(random, {.requests = 1, .tokens = 1, .pool = 2});
-  scene.set_slots({1});
-  scene.refill(random);
-  const Outcome near = scene.run();
-  expect_right(scene.judge(near));
+  for (const bool records : {false, true}) {
+    Scene scene(random, {.requests = 1, .tokens = 1, .pool = 2, .records = records});
+    scene.set_slots({1});
+    scene.refill(random);
+    const Outcome near = scene.run();
+    expect_right(scene.judge(near));
 
-  const std::int64_t far = (std::int64_t{1} << 32) + 16;
-  const auto line = static_cast<std::size_t>(scene.shape.conv_bytes());
-  const auto state = static_cast<std::size_t>(scene.shape.state_bytes());
-  const auto offset = [&](std::int64_t base, std::int64_t pitch) { return scene.before.bytes.data() + base + pitch; };
-  for (const bool far_conv : {true, false}) {
-    CacheShape shape = scene.shape;
-    (far_conv ? shape.conv_pitch : shape.state_pitch) = far_conv ? far : 2 * far;  // bytes; of 4-byte elements, twice
-    shape.conv_base = 0;
-    shape.state_base = far_conv ? shape.conv_pitch + 1024 * 64 : 1024 * 64;
-    Rig rig(scene.layer, shape, scene.spec.rig);
-    // Nothing but slot 1 is ever written, so that the host need not hold the rest.
-    char* const base = static_cast<char*>(backend().allocate(static_cast<std::size_t>(shape.bytes())));
-    backend().upload(base + shape.conv_base + shape.conv_pitch, offset(scene.shape.conv_base, scene.shape.conv_pitch),
-                     line);
-    backend().upload(base + shape.state_base + shape.state_pitch,
-                     offset(scene.shape.state_base, scene.shape.state_pitch), state);
-    const Bound bound(scene.step, scene.before);
-    KdaCall call = bound.call();
-    call.caches = cache_views(shape, base);
-    rig.kda.run(call, backend().stream());
+    const std::int64_t far = (std::int64_t{1} << 32) + 16;  // bytes; of 4-byte elements, twice
+    for (const int far_cache : {0, 1, 2}) {
+      if (far_cache == 2 && !records) continue;
+      CacheShape shape = scene.shape;
+      std::int64_t* const pitches[] = {&shape.conv_pitch, &shape.state_pitch, &shape.record_pitch};
+      *pitches[far_cache] = far_cache == 1 ? 2 * far : far;
+      shape.conv_base = 0;
+      shape.state_base = shape.conv_pitch + 1024 * 64;
+      if (records) shape.record_base = shape.state_base + shape.state_pitch + 1024 * 1024;
+      Rig rig(scene.layer, shape, scene.spec.rig);
+      // Nothing but slot 1 is ever written, so that the host need not hold the rest.
+      struct Part {
+        std::int64_t near, far, bytes;
+      };
+      std::vector<Part> parts = {{scene.shape.conv_base + scene.shape.conv_pitch, shape.conv_pitch, shape.conv_bytes()},
+                                 {scene.shape.state_base + scene.shape.state_pitch,
+                                  shape.state_base + shape.state_pitch, shape.state_bytes()}};
+      if (records)
+        parts.push_back({scene.shape.record_base + scene.shape.record_pitch, shape.record_base + shape.record_pitch,
+                         shape.record_bytes()});
+      char* const base = static_cast<char*>(backend().allocate(static_cast<std::size_t>(shape.bytes())));
+      for (const Part& part : parts)
+        backend().upload(base + part.far, scene.before.bytes.data() + part.near, static_cast<std::size_t>(part.bytes));
+      const Bound bound(scene.step, scene.before);
+      KdaCall call = bound.call();
+      call.caches = cache_views(shape, base);
+      rig.kda.run(call, backend().stream());
 
-    Outcome outcome = near;
-    outcome.out = bound.read(rig).out;
-    backend().download(outcome.caches.bytes.data() + scene.shape.conv_base + scene.shape.conv_pitch,
-                       base + shape.conv_base + shape.conv_pitch, line);
-    backend().download(outcome.caches.bytes.data() + scene.shape.state_base + scene.shape.state_pitch,
-                       base + shape.state_base + shape.state_pitch, state);
-    backend().release(base);
-    expect_same_bits(outcome, near);
+      Outcome outcome = near;
+      outcome.out = bound.read(rig).out;
+      for (const Part& part : parts)
+        backend().download(outcome.caches.bytes.data() + part.near, base + part.far,
+                           static_cast<std::size_t>(part.bytes));
+      backend().release(base);
+      expect_same_bits(outcome, near);
+    }
   }
 }
 

@@ -37,6 +37,7 @@ SceneSpec random_spec(Dice& dice) {
   spec.small = dice.one_in(2) ? DType::kBF16 : DType::kF32;
   spec.pad = 16 * dice.in(0, 3);
   spec.paged = dice.one_in(4);
+  spec.records = dice.one_in(3);
   spec.rig.first_live_slot = dice.in(0, 3);
   spec.rig.row_stride = kda_row_stride(spec.heads) + 8 * dice.in(0, 2);
   spec.rig.counters = !dice.one_in(4);
@@ -75,7 +76,8 @@ void spoil(Dice& dice, const Scene& scene, Step* step) {
 
   // Dead requests may name the slots of others and hold anything.
   KdaCounters ignored;
-  const std::vector<Fate> all = fates(*step, pool, live, &ignored);
+  const Caches caches = random_caches(dice.random, scene.shape, *step, live);
+  const std::vector<Fate> all = fates(*step, caches, live, &ignored);
   for (int n = 0; n < step->requests; ++n) {
     if (all[static_cast<std::size_t>(n)].live) continue;
     const bool by_accepted = step->accepted && ((*step->accepted)[static_cast<std::size_t>(n)] < 1 ||
@@ -100,11 +102,23 @@ void spoil(Dice& dice, const Scene& scene, Step* step) {
   }
 }
 
+// Counts that do not fit what was accepted.
+void spoil_counts(Dice& dice, const Step& step, Caches* caches) {
+  for (int n = 0; n < step.requests; ++n) {
+    const std::int64_t slot = step.slot(n, 0);
+    if (slot < 0 || slot >= caches->shape.slots || !dice.one_in(6)) continue;
+    const std::int64_t accepted = step.accepted ? (*step.accepted)[static_cast<std::size_t>(n)] : 1;
+    const auto count = dice.of<std::int64_t>({0, accepted - 1, -1, std::numeric_limits<std::int32_t>::min()});
+    for (int h = 0; h < step.heads; ++h) caches->count(slot, h) = static_cast<std::int32_t>(count);
+  }
+}
+
 Verdict one_case(Random& random) {
   Dice dice{random};
   Scene scene(random, random_spec(dice));
   spoil(dice, scene, &scene.step);
   scene.refill(random);
+  if (scene.shape.records()) spoil_counts(dice, scene.step, &scene.before);
   const Placement placement{.out_stride = scene.step.columns().channels + 8 * dice.in(0, 2),
                             .projected_offset = 16 * dice.in(0, 2),
                             .out_offset = 16 * dice.in(0, 2),

@@ -25,6 +25,14 @@ std::size_t conv_offset(const CacheShape& shape, std::int64_t slot, std::int64_t
   return static_cast<std::size_t>(shape.conv_base + slot * shape.conv_pitch + 2 * cell);
 }
 
+std::size_t record_offset(const CacheShape& shape, std::int64_t slot, std::int64_t head, std::int64_t in_block) {
+  return static_cast<std::size_t>(shape.record_base + slot * shape.record_pitch + head * 1024 * shape.entries() +
+                                  in_block);
+}
+std::size_t count_offset(const CacheShape& shape, std::int64_t slot, std::int64_t head) {
+  return record_offset(shape, slot, shape.heads, 4 * head);
+}
+
 std::size_t state_offset(const CacheShape& shape, std::int64_t slot, std::int64_t head) {
   return static_cast<std::size_t>(shape.state_base + slot * shape.state_pitch + head * 4 * kCells);
 }
@@ -53,22 +61,30 @@ std::uint16_t encode_bf16(double value) {
 }
 
 std::int64_t CacheShape::bytes() const {
-  return std::max(conv_base + (slots - 1) * conv_pitch + conv_bytes(),
-                  state_base + (slots - 1) * state_pitch + state_bytes());
+  return std::max({conv_base + (slots - 1) * conv_pitch + conv_bytes(),
+                   state_base + (slots - 1) * state_pitch + state_bytes(),
+                   records() ? record_base + (slots - 1) * record_pitch + record_bytes() : 0});
 }
 
-CacheShape CacheShape::of(int heads, std::int64_t slots, int conv_len, bool dim_first, std::int64_t pad) {
+CacheShape CacheShape::of(int heads, std::int64_t slots, int conv_len, bool dim_first, std::int64_t pad, bool records) {
   CacheShape shape{heads, slots, conv_len, dim_first};
   shape.conv_pitch = shape.conv_bytes() + pad;
   shape.state_pitch = shape.state_bytes() + pad;
   shape.state_base = slots * shape.conv_pitch + 1024;  // what lies between is NaN too
+  if (!records) return shape;
+  shape.record_base = shape.state_base + slots * shape.state_pitch + 1024;
+  shape.record_pitch = shape.record_bytes() + pad;
   return shape;
 }
 
-CacheShape CacheShape::paged(int heads, std::int64_t slots, int conv_len, bool dim_first) {
+CacheShape CacheShape::paged(int heads, std::int64_t slots, int conv_len, bool dim_first, bool records) {
   CacheShape shape{heads, slots, conv_len, dim_first};
   shape.state_base = shape.conv_bytes();
   shape.conv_pitch = shape.state_pitch = shape.conv_bytes() + shape.state_bytes();
+  if (!records) return shape;
+  shape.record_base = shape.conv_pitch;
+  shape.conv_pitch += shape.record_bytes();
+  shape.state_pitch = shape.record_pitch = shape.conv_pitch;
   return shape;
 }
 
@@ -96,6 +112,33 @@ float* Caches::state(std::int64_t slot, std::int64_t head) {
 }
 const float* Caches::state(std::int64_t slot, std::int64_t head) const {
   return reinterpret_cast<const float*>(bytes.data() + state_offset(shape, slot, head));
+}
+
+float* Caches::u(std::int64_t slot, std::int64_t head, std::int64_t token) {
+  return reinterpret_cast<float*>(bytes.data() + record_offset(shape, slot, head, 512 * token));
+}
+std::uint16_t* Caches::k(std::int64_t slot, std::int64_t head, std::int64_t token) {
+  const std::int64_t in_block = 512 * shape.entries() + 256 * token;
+  return reinterpret_cast<std::uint16_t*>(bytes.data() + record_offset(shape, slot, head, in_block));
+}
+std::uint16_t* Caches::g(std::int64_t slot, std::int64_t head, std::int64_t token) {
+  const std::int64_t in_block = 768 * shape.entries() + 256 * token;
+  return reinterpret_cast<std::uint16_t*>(bytes.data() + record_offset(shape, slot, head, in_block));
+}
+std::int32_t& Caches::count(std::int64_t slot, std::int64_t head) {
+  return *reinterpret_cast<std::int32_t*>(bytes.data() + count_offset(shape, slot, head));
+}
+const float* Caches::u(std::int64_t slot, std::int64_t head, std::int64_t token) const {
+  return const_cast<Caches*>(this)->u(slot, head, token);
+}
+const std::uint16_t* Caches::k(std::int64_t slot, std::int64_t head, std::int64_t token) const {
+  return const_cast<Caches*>(this)->k(slot, head, token);
+}
+const std::uint16_t* Caches::g(std::int64_t slot, std::int64_t head, std::int64_t token) const {
+  return const_cast<Caches*>(this)->g(slot, head, token);
+}
+std::int32_t Caches::count(std::int64_t slot, std::int64_t head) const {
+  return const_cast<Caches*>(this)->count(slot, head);
 }
 
 bool Fate::last_to(int token) const {
@@ -146,6 +189,45 @@ std::vector<Fate> fates(const Step& step, std::int64_t pool, std::int64_t first_
       if (slot >= first_live_slot && slot < pool) fate.store[static_cast<std::size_t>(t)] = slot;
     }
     counts->bad_slot += store_past_pool;
+  }
+  return all;
+}
+
+std::vector<Fate> fates(const Step& step, const Caches& before, std::int64_t first_live_slot, KdaCounters* counts) {
+  const CacheShape& shape = before.shape;
+  if (!shape.records()) return fates(step, shape.slots, first_live_slot, counts);
+  std::vector<Fate> all(static_cast<std::size_t>(step.requests));
+  for (int n = 0; n < step.requests; ++n) {
+    Fate& fate = all[static_cast<std::size_t>(n)];
+    fate.store.fill(-1);
+    const std::int64_t slot = step.slot(n, 0);
+    const int length = step.lengths ? (*step.lengths)[static_cast<std::size_t>(n)] : step.tokens;
+    const std::int64_t accepted = step.accepted ? (*step.accepted)[static_cast<std::size_t>(n)] : 1;
+    if (slot < first_live_slot) continue;
+    if (slot >= shape.slots) {
+      ++counts->bad_slot;
+      continue;
+    }
+    if (length < 0 || length > step.tokens) {
+      ++counts->bad_length;
+      continue;
+    }
+    if (length == 0) continue;
+    if (accepted < 1 || accepted > shape.entries()) {
+      ++counts->bad_accepted;
+      continue;
+    }
+    const std::int32_t count = before.count(slot, 0);
+    if (count == 0 ? accepted != 1 : accepted > count || accepted > kKdaMaxTokens) {
+      ++counts->stale_records;
+      continue;
+    }
+    fate.live = true;
+    fate.tokens = length;
+    fate.line = fate.read = slot;
+    fate.history = accepted - 1;
+    fate.pending = count > 0 ? static_cast<int>(accepted) : 0;
+    if (step.tokens == 1) fate.store[0] = slot;
   }
   return all;
 }
@@ -206,26 +288,49 @@ State load_state(const float* cells) {
   return state;
 }
 
+namespace {
+
+// Step 4, of k.
+std::array<double, kDim> unit_k(const std::array<double, kDim>& k) {
+  double squares = 1e-6;
+  for (const double x : k) squares += x * x;
+  std::array<double, kDim> unit;
+  for (std::size_t j = 0; j < kDim; ++j) unit[j] = k[j] / std::sqrt(squares);
+  return unit;
+}
+
+// Step 6, of the head's channel j.
+double decay_of(const LayerValues& layer, int head, std::size_t j, double g) {
+  const double a = std::exp(static_cast<double>(layer.a_log[static_cast<std::size_t>(head)]));
+  const double s = g + layer.dt_bias[static_cast<std::size_t>(head) * kDim + j];
+  return std::exp(layer.lower_bound ? *layer.lower_bound * sigmoid(a * s) : -a * softplus(s));
+}
+
+}  // namespace
+
+void fold(const LayerValues& layer, const Caches& caches, std::int64_t slot, int head, int tokens, double* state) {
+  for (int t = 0; t < tokens; ++t) {
+    std::array<double, kDim> k;
+    std::transform(caches.k(slot, head, t), caches.k(slot, head, t) + kDim, k.begin(), decode_bf16);
+    k = unit_k(k);
+    for (std::size_t j = 0; j < kDim; ++j) {
+      const double decay = decay_of(layer, head, j, decode_bf16(caches.g(slot, head, t)[j]));
+      for (std::size_t v = 0; v < kDim; ++v)
+        state[j * kDim + v] = state[j * kDim + v] * decay + caches.u(slot, head, t)[v] * k[j];
+    }
+  }
+}
+
 std::array<std::uint16_t, kDim> advance(const LayerValues& layer, const Step& step, std::int64_t row, int head,
                                         const Rounded& inputs, Profile profile, double* state) {
   const Columns columns = step.columns();
   std::array<double, kDim> q, k, decay, p{}, u, o{};
 
-  double q_squares = 1e-6, k_squares = 1e-6;
-  for (std::size_t j = 0; j < kDim; ++j) {
-    q_squares += inputs.q[j] * inputs.q[j];
-    k_squares += inputs.k[j] * inputs.k[j];
-  }
-  for (std::size_t j = 0; j < kDim; ++j) {
-    q[j] = layer.scale * (inputs.q[j] / std::sqrt(q_squares));
-    k[j] = inputs.k[j] / std::sqrt(k_squares);
-  }
-
-  const double a = std::exp(static_cast<double>(layer.a_log[static_cast<std::size_t>(head)]));
-  for (std::size_t j = 0; j < kDim; ++j) {
-    const double s = inputs.g[j] + layer.dt_bias[static_cast<std::size_t>(head) * kDim + j];
-    decay[j] = std::exp(layer.lower_bound ? *layer.lower_bound * sigmoid(a * s) : -a * softplus(s));
-  }
+  double q_squares = 1e-6;
+  for (const double x : inputs.q) q_squares += x * x;
+  for (std::size_t j = 0; j < kDim; ++j) q[j] = layer.scale * (inputs.q[j] / std::sqrt(q_squares));
+  k = unit_k(inputs.k);
+  for (std::size_t j = 0; j < kDim; ++j) decay[j] = decay_of(layer, head, j, inputs.g[j]);
   const double beta = sigmoid(step.value(row, columns.beta(head)));
 
   for (std::size_t j = 0; j < kDim; ++j)

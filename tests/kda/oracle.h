@@ -1,4 +1,4 @@
-// What a step must do, written from kda 4, 6, 7 and 9 in FP64; shares no code with src/. The caches are pictures in
+// What a step must do, written from kda 4 and 6 - 9 in FP64; shares no code with src/. The caches are pictures in
 // host memory, every byte of them, so that a test can compare whole pools.
 #pragma once
 
@@ -82,14 +82,21 @@ struct CacheShape {
   std::int64_t conv_pitch = 0;
   std::int64_t state_base = 0;
   std::int64_t state_pitch = 0;
+  std::int64_t record_base = 0;
+  std::int64_t record_pitch = 0;  // 0: state mode slots
 
+  bool records() const { return record_pitch > 0; }
+  std::int64_t entries() const { return conv_len - 2; }
+  std::int64_t most_pending() const { return entries() < kKdaMaxTokens ? entries() : kKdaMaxTokens; }
   std::int64_t conv_bytes() const { return std::int64_t{6} * kDim * heads * conv_len; }  // dense, of a slot
   std::int64_t state_bytes() const { return std::int64_t{4} * kCells * heads; }
+  std::int64_t record_bytes() const { return (heads * (1024 * entries() + 4) + 15) / 16 * 16; }
   std::int64_t bytes() const;
   // Slots `pad` bytes further apart than dense, in each cache.
-  static CacheShape of(int heads, std::int64_t slots, int conv_len, bool dim_first, std::int64_t pad = 0);
-  // Conv line and state of a slot in one page.
-  static CacheShape paged(int heads, std::int64_t slots, int conv_len, bool dim_first);
+  static CacheShape of(int heads, std::int64_t slots, int conv_len, bool dim_first, std::int64_t pad = 0,
+                       bool records = false);
+  // All of a slot in one page.
+  static CacheShape paged(int heads, std::int64_t slots, int conv_len, bool dim_first, bool records = false);
 };
 
 struct Caches {
@@ -102,6 +109,15 @@ struct Caches {
   void set_conv(std::int64_t slot, std::int64_t channel, std::int64_t position, std::uint16_t bits);
   float* state(std::int64_t slot, std::int64_t head);  // [v][k]
   const float* state(std::int64_t slot, std::int64_t head) const;
+  // Of the record area: [128] of one token, and the number of tokens.
+  float* u(std::int64_t slot, std::int64_t head, std::int64_t token);
+  std::uint16_t* k(std::int64_t slot, std::int64_t head, std::int64_t token);
+  std::uint16_t* g(std::int64_t slot, std::int64_t head, std::int64_t token);
+  std::int32_t& count(std::int64_t slot, std::int64_t head);
+  const float* u(std::int64_t slot, std::int64_t head, std::int64_t token) const;
+  const std::uint16_t* k(std::int64_t slot, std::int64_t head, std::int64_t token) const;
+  const std::uint16_t* g(std::int64_t slot, std::int64_t head, std::int64_t token) const;
+  std::int32_t count(std::int64_t slot, std::int64_t head) const;
 };
 
 // kStock has the roundings of kda 4.2; kFp32 the last one alone, and must fail where the library passes.
@@ -119,10 +135,13 @@ struct Fate {
   std::int64_t line = -1;                           // slot of the conv line
   std::int64_t history = 0;                         // position of its oldest tap
   std::int64_t read = -1;                           // slot of the state
+  int pending = 0;                                  // recorded tokens that come first; their state is stored
   std::array<std::int64_t, kKdaMaxTokens> store{};  // slot that token t's state goes to; -1: none
   bool last_to(int token) const;                    // no later token of the request stores to the same slot
 };
 std::vector<Fate> fates(const Step& step, std::int64_t pool, std::int64_t first_live_slot, KdaCounters* counts);
+// The same, in records mode with the counts of head 0.
+std::vector<Fate> fates(const Step& step, const Caches& before, std::int64_t first_live_slot, KdaCounters* counts);
 
 // The conv lines after the step, in place.
 void shift_lines(const Step& step, const std::vector<Fate>& fates, Caches* caches);
@@ -134,6 +153,8 @@ Rounded token_inputs(const LayerValues& layer, const Step& step, const Caches& b
 // Steps 4 and 6 - 10 on the state of one head, [k][v]: the transpose of the cache.
 using State = std::vector<double>;
 State load_state(const float* cells);
+// The first `tokens` records of a slot's head, in order.
+void fold(const LayerValues& layer, const Caches& caches, std::int64_t slot, int head, int tokens, double* state);
 std::array<std::uint16_t, kDim> advance(const LayerValues& layer, const Step& step, std::int64_t row, int head,
                                         const Rounded& inputs, Profile profile, double* state);
 

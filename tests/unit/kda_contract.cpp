@@ -310,7 +310,9 @@ TEST(KdaContract, row_8_what_is_not_served_is_named_with_its_key) {
   expect_refusal(layer.construct(), StatusCode::kUnsupported, {"state_dtype = BF16", "F32"});
   layer = {};
   layer.options.state_mode = StateMode::kRecords;
-  expect_refusal(layer.construct(), StatusCode::kUnsupported, {"state_mode = records", "slots"});
+  EXPECT_EQ(layer.construct().message(), "ok");
+  layer.options.state_mode = static_cast<StateMode>(7);
+  expect_refusal(layer.construct(), StatusCode::kUnsupported, {"state_mode = 7", "slots, records"});
 }
 
 TEST(KdaContract, row_9_row_strides_hold_a_row_and_keep_16_bytes) {
@@ -344,19 +346,19 @@ class KdaLayoutContract : public testing::Test {
 
 TEST_F(KdaLayoutContract, come_back_as_numbers_without_any_memory) {
   ASSERT_EQ(prepare(layouts()).message(), "ok");
-  EXPECT_EQ(layout, (KdaLayout{kSlots, kLength, kLength * 3 * kD, 16384 * kHeads}));
+  EXPECT_EQ(layout, (KdaLayout{kSlots, kLength, kLength * 3 * kD, 16384 * kHeads, 0, 0}));
   KdaCaches padded = layouts();
   padded.conv.stride[0] += 8;
   padded.state.stride[0] += 4;
   padded.conv.device = Device::cuda(3);  // a description has no place
   padded.records = TensorView{};         // nor has slots mode a use for records
   ASSERT_EQ(prepare(padded).message(), "ok");
-  EXPECT_EQ(layout, (KdaLayout{kSlots, kLength, kLength * 3 * kD + 8, 16384 * kHeads + 4}));
+  EXPECT_EQ(layout, (KdaLayout{kSlots, kLength, kLength * 3 * kD + 8, 16384 * kHeads + 4, 0, 0}));
   layer.options.conv_dim_first = true;
   KdaCaches turned = layouts();
   turned.conv = dense(nullptr, DType::kBF16, {kSlots, 3 * kD, kLength});
   ASSERT_EQ(prepare(turned).message(), "ok");
-  EXPECT_EQ(layout, (KdaLayout{kSlots, kLength, kLength * 3 * kD, 16384 * kHeads}));
+  EXPECT_EQ(layout, (KdaLayout{kSlots, kLength, kLength * 3 * kD, 16384 * kHeads, 0, 0}));
 }
 
 TEST_F(KdaLayoutContract, row_10_conv_has_its_dtype_channels_and_positions) {
@@ -428,6 +430,63 @@ TEST_F(KdaLayoutContract, row_11_slot_strides_and_counts) {
   KdaCaches caches = layouts();
   caches.state.shape[0] = kSlots + 1;
   expect_refusal(prepare(caches), StatusCode::kInvalidArgument, {"state.shape[0] = 6", "5, the slots of conv"});
+}
+
+// Two heads, four tokens: 2 * (1024 * 4 + 4), rounded up to 16.
+constexpr std::int64_t kArea = 8208;
+KdaCaches layouts_with_records(std::int64_t slots = kSlots, std::int64_t bytes = kArea) {
+  KdaCaches caches = layouts(slots);
+  caches.records = dense(nullptr, DType::kU8, {slots, bytes});
+  return caches;
+}
+
+TEST_F(KdaLayoutContract, record_areas_are_those_of_the_chapter) {
+  EXPECT_EQ(kda_record_bytes(kHeads, 4), kArea);
+  // 5.6: the page of L = 6 and 10 with records, less that without.
+  EXPECT_EQ(kda_record_bytes(12, 4), 890'928 - 841'728);
+  EXPECT_EQ(kda_record_bytes(12, 8), 976'944 - 878'592);
+  EXPECT_EQ(kda_record_bytes(96, 8), 7'815'552 - 7'028'736);
+  std::vector<std::uint8_t> area(static_cast<std::size_t>(kda_record_bytes(3, 4)));
+  const KdaRecords last = kda_records(area.data(), 3, 4, 2);
+  EXPECT_EQ(reinterpret_cast<std::uint8_t*>(last.u) - area.data(), 2 * 4096);
+  EXPECT_EQ(reinterpret_cast<std::uint8_t*>(last.k) - area.data(), 2 * 4096 + 512 * 4);
+  EXPECT_EQ(reinterpret_cast<std::uint8_t*>(last.g) - area.data(), 2 * 4096 + 768 * 4);
+  EXPECT_EQ(reinterpret_cast<std::uint8_t*>(last.count) - area.data(), 3 * 4096 + 8);
+}
+
+TEST_F(KdaLayoutContract, row_12_records_mode_has_room_for_its_records) {
+  layer.options.state_mode = StateMode::kRecords;
+  const auto invalid = StatusCode::kInvalidArgument;
+  expect_refusal(prepare(layouts()), invalid, {"kda.prepare: records = absent", "8208", "slots"});
+  expect_refusal(prepare(layouts_with_records(kSlots, kArea - 16)), invalid,
+                 {"records.shape[1] = 8192", "8208 bytes and more", "kda_record_bytes"});
+  KdaCaches caches = layouts_with_records();
+  caches.records->dtype = DType::kF32;
+  expect_refusal(prepare(caches), invalid, {"records.dtype = F32", "U8"});
+  caches = layouts_with_records();
+  caches.records->rank = 3;
+  expect_refusal(prepare(caches), invalid, {"records.rank = 3", "2"});
+  caches = layouts_with_records();
+  caches.records->shape[0] = kSlots - 1;
+  expect_refusal(prepare(caches), invalid, {"records.shape[0] = 4", "5, the slots of conv"});
+  for (std::int64_t stride : {std::int64_t{0}, kArea - 16, kArea + 8, kHuge - 15}) {
+    caches = layouts_with_records();
+    caches.records->stride[0] = stride;
+    expect_refusal(
+        prepare(caches), StatusCode::kBadLayout,
+        {"records slot stride = " + std::to_string(stride), "multiples of 16 elements (16 bytes) from 8208"});
+  }
+  caches = layouts_with_records();
+  caches.records->stride[1] = 2;
+  expect_refusal(prepare(caches), StatusCode::kBadLayout, {"records strides = (8208, 2)"});
+
+  caches = layouts_with_records(kSlots, kArea + 5);
+  caches.records->stride[0] = std::int64_t{1} << 40;
+  ASSERT_EQ(prepare(caches).message(), "ok");
+  EXPECT_EQ(layout.record_bytes, kArea + 5);
+  EXPECT_EQ(layout.record_stride, std::int64_t{1} << 40);
+  EXPECT_EQ(layout.entries(), 4);
+  EXPECT_EQ(prepare(layouts_with_records(1)).message(), "ok");
 }
 
 TEST_F(KdaLayoutContract, strides_that_memory_could_hold_are_accepted) {
@@ -1043,6 +1102,165 @@ TEST(KdaOwnedBlock, holds_conv_bias_and_norm_weight) {
   layer.weights.conv_bias.reset();
   fill_owned(layer.weights, kD, owned.data());
   for (std::int64_t c = bias; c < end; ++c) ASSERT_EQ(owned[static_cast<std::size_t>(c)], 0.0f);
+}
+
+// ---- Records: run, reset_records, fold_records
+
+class KdaRecordsContract : public KdaCallContract {
+ protected:
+  std::vector<std::uint8_t> records = std::vector<std::uint8_t>(kSlots * kArea + 512);
+  std::vector<std::int32_t> targets = std::vector<std::int32_t>(16, 2);
+
+  void SetUp() override {
+    options.state_mode = StateMode::kRecords;
+    kda = std::make_unique<PreparedKda>(weights, options);
+    kda->prepare(layouts_with_records());
+  }
+  KdaCaches caches() {
+    KdaCaches c = layouts_with_records();
+    c.conv.data = conv.data();
+    c.state.data = state.data();
+    c.records->data = records.data();
+    return c;
+  }
+  KdaCall step(std::int64_t requests, int tokens) {
+    KdaCall c = call(requests, tokens);
+    c.caches = caches();
+    return c;
+  }
+  TensorView ids(std::int64_t rows = 1) { return dense(slots.data(), DType::kI32, {rows}); }
+  TensorView counts(std::int64_t rows = 1) { return dense(accepted.data(), DType::kI32, {rows}); }
+  // By both calls, or by fold_records alone where it is about its own arguments; no byte differs.
+  void expect_refused_fold(const KdaCaches& c, const TensorView& slot_ids, const std::optional<TensorView>& kept,
+                           const std::optional<TensorView>& dst, StatusCode code,
+                           const std::vector<std::string>& parts) {
+    const auto before = std::tuple(conv, state, records, slots, accepted, targets);
+    const Status folded = status_of([&] { kda->fold_records(c, slot_ids, kept ? *kept : counts(4), dst); });
+    expect_refusal(folded, code, parts);
+    EXPECT_EQ(folded.place, "kda.fold_records");
+    if (!kept && !dst) {
+      const Status reset = status_of([&] { kda->reset_records(c, slot_ids); });
+      expect_refusal(reset, code, parts);
+      EXPECT_EQ(reset.place, "kda.reset_records");
+    }
+    EXPECT_TRUE(before == std::tuple(conv, state, records, slots, accepted, targets)) << folded.message();
+  }
+};
+
+TEST_F(KdaRecordsContract, a_step_needs_one_column_of_slots_and_its_records) {
+  for (KdaKey key : kda->keys()) {
+    KdaCall c = step(key.requests, key.tokens);
+    c.slots = ids(key.requests);
+    c.tokens = key.tokens;
+    expect_accepted(c);
+    c.slots = TensorView::matrix(slots.data(), key.requests, 9, Device::cpu(), 9, DType::kI32);  // past L - 2
+    expect_accepted(c);
+  }
+  KdaCall c = step(2, 2);
+  c.caches.records.reset();
+  expect_refused(c, StatusCode::kInvalidArgument, {"records = absent", "U8 [slots, 8208 and more]"});
+  c = step(2, 2);
+  c.caches.records->stride[0] += 16;
+  expect_refused(c, StatusCode::kInvalidArgument, {"records slot stride = (8224, 1)", "(8208, 1)"});
+  c = step(2, 2);
+  c.caches.records->shape[1] += 16;
+  expect_refused(c, StatusCode::kInvalidArgument, {"records.shape = [5, 8224]", "[5, 8208]"});
+  c = step(2, 2);
+  c.caches.records->device = Device::cuda(1);
+  expect_refused(c, StatusCode::kWrongDevice, {"records.device = cuda:1"});
+  c = step(2, 2);
+  c.caches.records->data = records.data() + 8;
+  expect_refused(c, StatusCode::kBadLayout, {"records.data = 0x", "16 bytes"});
+  c = step(2, 2);
+  c.out.data = records.data() + 16;
+  expect_refused(c, StatusCode::kOverlap, {"out", "of records at 0x"});
+  c = step(2, 2);
+  c.slots = TensorView::matrix(slots.data(), 2, 4, Device::cpu(), 8, DType::kI32);
+  c.tokens = 2;
+  c.slots.stride[1] = 2;
+  expect_refused(c, StatusCode::kBadLayout, {"slots column stride = 2"});
+  c = step(2, 2);
+  c.accepted.reset();
+  c.tokens = 2;
+  expect_refused(c, StatusCode::kInvalidArgument, {"accepted = absent"});
+}
+
+TEST_F(KdaRecordsContract, between_steps_the_same_rows_hold) {
+  const auto invalid = StatusCode::kInvalidArgument;
+  KdaCaches c = caches();
+  c.records.reset();
+  expect_refused_fold(c, ids(), {}, {}, invalid, {"records = absent"});
+  c = caches();
+  c.conv.dtype = DType::kF32;
+  expect_refused_fold(c, ids(), {}, {}, invalid, {"conv.dtype = F32"});
+  c = caches();
+  c.state.data = state.data() + 1;
+  expect_refused_fold(c, ids(), {}, {}, StatusCode::kBadLayout, {"state.data = 0x"});
+  c = caches();
+  TensorView v = ids();
+  v.dtype = DType::kI64;
+  expect_refused_fold(c, v, {}, {}, invalid, {"slots.dtype = I64"});
+  v = ids();
+  v.rank = 3;
+  expect_refused_fold(c, v, {}, {}, invalid, {"slots.rank = 3", "1, 2"});
+  expect_refused_fold(c, ids(0), {}, {}, invalid, {"slots.shape[0] = 0"});
+  expect_refused_fold(c, ids(kHuge), {}, {}, invalid, {"slots.shape[0] = 9223372036854775807"});
+  v = ids(2);
+  v.stride[0] = 0;
+  expect_refused_fold(c, v, {}, {}, StatusCode::kBadLayout, {"slots row stride = 0"});
+  v = ids();
+  v.device = Device::cuda(0);
+  expect_refused_fold(c, v, {}, {}, StatusCode::kWrongDevice, {"slots.device = cuda:0"});
+  expect_refused_fold(c, ids(3), counts(2), {}, invalid, {"accepted.shape[0] = 2", "3 and more"});
+  v = counts(3);
+  v.stride[0] = 2;
+  expect_refused_fold(c, ids(3), v, {}, StatusCode::kBadLayout, {"accepted stride = 2"});
+  v = dense(targets.data(), DType::kF32, {3});
+  expect_refused_fold(c, ids(3), {}, v, invalid, {"dst_slots.dtype = F32"});
+  v = dense(targets.data(), DType::kI32, {2});
+  expect_refused_fold(c, ids(3), {}, v, invalid, {"dst_slots.shape[0] = 2", "3 rows and more"});
+
+  kda = std::make_unique<PreparedKda>(weights, options);
+  expect_refused_fold(c, ids(), {}, {}, StatusCode::kNotPrepared, {"layouts = (none)", "call prepare first"});
+  options.state_mode = StateMode::kSlots;
+  kda = prepared();
+  expect_refused_fold(c, ids(), {}, {}, invalid, {"state_mode = slots", "records"});
+}
+
+TEST_F(KdaRecordsContract, columns_of_tables_are_taken_as_they_lie) {
+  slots = {1, 9, 9, 3, 9, 9};
+  targets = {2, 7, 4};
+  const KdaModel model = check_kda(weights, options);
+  const KdaLayout layout = check_layouts(model, layouts_with_records());
+  const TensorView table = TensorView::matrix(slots.data(), 2, 3, Device::cpu(), 3, DType::kI32);
+  const TensorView dst = dense(targets.data(), DType::kI32, {2}), kept = counts(2);
+  KdaFold fold;
+  ASSERT_EQ(check_fold(model, &layout, caches(), table, &kept, dst, &fold).message(), "ok");
+  EXPECT_EQ(fold.requests, 2);
+  EXPECT_EQ(fold.slots, slots.data());
+  EXPECT_EQ(fold.slots_stride, 3);
+  EXPECT_EQ(fold.dst_slots, targets.data());
+  EXPECT_EQ(fold.dst_stride, 1);
+  EXPECT_EQ(fold.accepted, accepted.data());
+  EXPECT_EQ(fold.conv, conv.data());
+  EXPECT_EQ(fold.state, state.data());
+  EXPECT_EQ(fold.records, records.data());
+  ASSERT_EQ(check_fold(model, &layout, caches(), table, nullptr, {}, &fold).message(), "ok");
+  EXPECT_EQ(fold.dst_slots, slots.data());
+  EXPECT_EQ(fold.dst_stride, 3);
+  EXPECT_EQ(fold.accepted, nullptr);
+}
+
+TEST_F(KdaRecordsContract, nothing_is_allocated) {
+  const KdaCall verify = step(2, 2);
+  const KdaCaches c = caches();
+  const auto before = test::allocations();
+  for (int i = 0; i < 10; ++i) {
+    kda->run(verify);
+    kda->fold_records(c, ids(2), counts(2));
+    kda->reset_records(c, ids(2));
+  }
+  EXPECT_EQ(test::allocations(), before);
 }
 
 }  // namespace

@@ -34,10 +34,17 @@ TEST_F(KdaCpu, every_path_is_right_and_close_to_reference64_T59) {
     std::vector<Verdict> verdicts(paths.size());
     std::vector<Tally> between(paths.size());
     for (const int tokens : {1, 2, 5, 8})
-      for (const bool dim_first : {false, true}) {
-        SceneSpec spec{.heads = 3, .requests = 5, .tokens = tokens, .softplus = softplus, .dim_first = dim_first};
+      for (const bool records : {false, true}) {
+        SceneSpec spec{.heads = 3, .requests = 5, .tokens = tokens, .conv_len = 10, .softplus = softplus};
+        spec.dim_first = tokens % 2 == 0;
+        spec.records = records;
         spec.rig = on_path("reference64");
         Scene scene(random, spec);
+        if (records) {
+          scene.step.accepted = {{1, 2, 1, 5, 8}};
+          scene.step.given_tokens = tokens;
+          scene.refill(random);
+        }
         const Outcome exact = scene.run();
         for (std::size_t i = 0; i < paths.size(); ++i) {
           RigOptions options = scene.spec.rig;

@@ -82,14 +82,32 @@ TEST(KdaTactics, shared_memory_holds_the_state_of_a_cta_and_grows_with_the_token
     const int state = 128 / tactic.split * 128 * 4;
     EXPECT_GE(kda_smem_bytes(1, tactic), state);
     EXPECT_LE(kda_smem_bytes(kKdaMaxTokens, tactic), state + 32768);
-    const int token = kda_smem_bytes(2, tactic) - kda_smem_bytes(1, tactic);
-    EXPECT_GE(token, 3 * 128 * 4);  // q, k and decay
-    for (int tokens = 2; tokens <= kKdaMaxTokens; ++tokens) {
+    const int token = kda_smem_bytes(3, tactic) - kda_smem_bytes(2, tactic);
+    EXPECT_GE(token, 4 * 128 * 4);  // k, q and decay, and what verify adds
+    EXPECT_GT(kda_smem_bytes(2, tactic), kda_smem_bytes(1, tactic) + token);
+    for (int tokens = 3; tokens <= kKdaMaxTokens; ++tokens) {
       const int step = kda_smem_bytes(tokens, tactic) - kda_smem_bytes(tokens - 1, tactic);
       EXPECT_NEAR(step, token, 8);  // but for rounding
     }
     EXPECT_EQ(kda_smem_bytes(3, tactic) % 8, 0);  // the barriers lie behind
   }
+}
+
+TEST(KdaTactics, records_ask_for_room_and_every_split_has_it) {
+  EXPECT_EQ(kda_folded(StateMode::kSlots, 10), 0);
+  EXPECT_EQ(kda_folded(StateMode::kRecords, 3), 1);
+  EXPECT_EQ(kda_folded(StateMode::kRecords, 6), 4);
+  EXPECT_EQ(kda_folded(StateMode::kRecords, 40), 8);
+  for (const DeviceFacts& facts : {hopper(), consumer()})
+    for (int tokens = 1; tokens <= kKdaMaxTokens; ++tokens)
+      for (const KdaTactic& tactic : valid_kda_tactics(tokens, facts)) {
+        // k and decay of each folded token; u lies where o will be. A token that is recorded keeps one row less, and
+        // its record and coefficients lie where the taps were, if they are not larger.
+        const int room = kda_smem_bytes(tokens, tactic, 8) - kda_smem_bytes(tokens, tactic);
+        const int added = 8 * 1024 + (8 - tokens) * (128 / tactic.split) * 4 + 8 - (tokens > 1 ? tokens * 512 : 0);
+        EXPECT_EQ(room, added + (tactic.split == 8 && tokens == 8 ? 256 : 0)) << to_string(tactic);
+        EXPECT_TRUE(kda_tactic_valid(tactic, tokens, facts, 8).ok()) << to_string(tactic) << ", " << tokens;
+      }
 }
 
 // ---- The rule
@@ -100,11 +118,12 @@ TEST(KdaTactics, the_rule_gives_a_valid_tactic_for_every_key) {
   for (const DeviceFacts& facts : {hopper(), consumer()})
     for (int heads = 1; heads <= kKdaMaxHeads; ++heads)
       for (int tokens = 1; tokens <= kKdaMaxTokens; ++tokens)
-        for (std::int64_t requests : kRequests) {
-          const KdaTactic tactic = kda_tactic(heads, {requests, tokens}, facts);
-          ASSERT_TRUE(kda_tactic_valid(tactic, tokens, facts).ok())
-              << to_string(tactic) << " for " << heads << " heads, key " << to_string(KdaKey{requests, tokens});
-        }
+        for (std::int64_t requests : kRequests)
+          for (int folded : {0, 1, 8}) {
+            const KdaTactic tactic = kda_tactic(heads, {requests, tokens}, facts, folded);
+            ASSERT_TRUE(kda_tactic_valid(tactic, tokens, facts, folded).ok())
+                << to_string(tactic) << " for " << heads << " heads, key " << to_string(KdaKey{requests, tokens});
+          }
 }
 
 TEST(KdaTactics, few_heads_and_requests_split_a_head_and_many_do_not) {
@@ -140,6 +159,7 @@ TEST(KdaTactics, the_table_answers_with_the_entry_that_its_file_names) {
     auto& table = files[json.at("gpu")];
     if (!json.contains("kda")) continue;
     for (const auto& row : json.at("kda")) {
+      if (row.value("state_mode", "slots") == "records") continue;  // another mode, another choice
       const auto& t = row.at("tactic");
       const KdaTactic tactic{t.at("split"), t.at("warps"), t.at("pass_rows")};
       EXPECT_TRUE(kda_tactic_valid(tactic, row.at("tokens"), hopper()).ok()) << row;
@@ -168,6 +188,20 @@ TEST(KdaTactics, the_table_answers_with_the_entry_that_its_file_names) {
           ASSERT_EQ(kda_tactic(heads, key, hopper(gpu)), tactic);
         }
   EXPECT_FALSE(kda_table_entry(12, {1, 1}, hopper()).has_value());
+}
+
+TEST(KdaTactics, each_mode_has_entries_of_its_own) {
+  for (int heads : {12, 24, 48, 96})
+    for (int tokens : {1, 8})
+      for (const StateMode mode : {StateMode::kSlots, StateMode::kRecords}) {
+        const auto entry = kda_table_entry(heads, {8, tokens}, hopper("NVIDIA H200"), mode);
+        if (mode == StateMode::kSlots) {
+          ASSERT_TRUE(entry);
+        }
+        if (!entry) continue;
+        EXPECT_EQ(entry->mode, mode);
+        EXPECT_EQ(kda_tactic(heads, {8, tokens}, hopper("NVIDIA H200"), kda_folded(mode, 10)), entry->tactic);
+      }
 }
 
 // ---- Text
@@ -212,6 +246,10 @@ TEST(KdaTactics, a_build_is_what_model_layout_and_policy_say) {
   layout.conv_stride = 1 << 20;
   layout.state_stride = 1 << 22;
   EXPECT_EQ(kda_build(model, layout, policy, hopper()), wanted);
+  model.options.state_mode = StateMode::kRecords;
+  layout.record_stride = 1 << 22;
+  wanted.records = true;
+  EXPECT_EQ(kda_build(model, layout, policy, hopper()), wanted);
 }
 
 TEST(KdaTactics, the_text_states_its_numbers) {
@@ -228,12 +266,12 @@ TEST(KdaTactics, the_text_states_its_numbers) {
 
 TEST(KdaTactics, equal_builds_give_equal_text_and_each_number_gives_another) {
   const std::vector<std::function<void(KdaBuild&)>> changes{
-      [](KdaBuild& b) { b.heads = 24; },          [](KdaBuild& b) { b.tokens = 5; },
-      [](KdaBuild& b) { b.conv_len = 11; },       [](KdaBuild& b) { b.conv_dim_first = true; },
-      [](KdaBuild& b) { b.lower_bound = true; },  [](KdaBuild& b) { b.bias = true; },
-      [](KdaBuild& b) { b.row_stride += 8; },     [](KdaBuild& b) { b.early_caches = true; },
-      [](KdaBuild& b) { b.tactic.split = 1; },    [](KdaBuild& b) { b.tactic.warps = 8; },
-      [](KdaBuild& b) { b.tactic.pass_rows = 2; }};
+      [](KdaBuild& b) { b.heads = 24; },         [](KdaBuild& b) { b.tokens = 5; },
+      [](KdaBuild& b) { b.conv_len = 11; },      [](KdaBuild& b) { b.conv_dim_first = true; },
+      [](KdaBuild& b) { b.lower_bound = true; }, [](KdaBuild& b) { b.bias = true; },
+      [](KdaBuild& b) { b.row_stride += 8; },    [](KdaBuild& b) { b.early_caches = true; },
+      [](KdaBuild& b) { b.records = true; },     [](KdaBuild& b) { b.tactic.split = 1; },
+      [](KdaBuild& b) { b.tactic.warps = 8; },   [](KdaBuild& b) { b.tactic.pass_rows = 2; }};
   std::set<std::string> texts{kda_kernel_text(a_build()).text};
   EXPECT_EQ(texts.count(kda_kernel_text(a_build()).text), 1u);
   for (const auto& change : changes) {
@@ -243,6 +281,9 @@ TEST(KdaTactics, equal_builds_give_equal_text_and_each_number_gives_another) {
     EXPECT_TRUE(texts.insert(kda_kernel_text(build).text).second) << kda_kernel_text(build).text;
     EXPECT_EQ(texts.count(kda_kernel_text(build).text), 1u);
   }
+  KdaBuild records = a_build();
+  records.records = true;
+  EXPECT_NE(kda_kernel_text(records).name, kda_kernel_text(a_build()).name);
   KdaTestSwitches fault;
   fault.fault = "kOther";
   EXPECT_TRUE(texts.insert(kda_kernel_text(a_build(), fault).text).second);

@@ -19,23 +19,30 @@ namespace twostep {
 namespace {
 
 KdaShape shape(int heads, std::int64_t requests, int tokens, int conv_len = 0, bool dim_first = false) {
-  return {heads, requests, tokens, conv_len > 0 ? conv_len : least_conv_len(tokens), dim_first};
+  return {heads, requests, tokens, conv_len > 0 ? conv_len : least_conv_len(tokens), dim_first, false};
+}
+KdaShape with_records(KdaShape of) {
+  of.records = true;
+  return of;
 }
 
 // Table 15.2 of the specification.
 TEST(MeasureKdaBytes, requests_and_weights_are_those_of_the_table) {
   struct Line {
     int heads;
-    std::int64_t weights, decode, q4, q8;
+    std::int64_t weights, decode, q4, q8, records4, records8;
   };
-  for (const Line& line :
-       {Line{12, 473'648, 1'643'804, 4'077'684, 7'322'852}, Line{24, 946'784, 3'287'348, 8'154'324, 14'643'620},
-        Line{48, 1'893'056, 6'574'436, 16'307'604, 29'285'156},
-        Line{96, 3'785'600, 13'148'612, 32'614'164, 58'568'228}}) {
+  for (const Line& line : {Line{12, 473'648, 1'643'804, 4'077'684, 7'322'852, 1'792'200, 1'965'352},
+                           Line{24, 946'784, 3'287'348, 8'154'324, 14'643'620, 3'583'368, 3'928'648},
+                           Line{48, 1'893'056, 6'574'436, 16'307'604, 29'285'156, 7'165'704, 7'855'240},
+                           Line{96, 3'785'600, 13'148'612, 32'614'164, 58'568'228, 14'330'376, 15'708'424}}) {
     EXPECT_EQ(kda_weight_bytes(line.heads), line.weights);
     EXPECT_EQ(kda_request_bytes(shape(line.heads, 1, 1)), line.decode);
     EXPECT_EQ(kda_request_bytes(shape(line.heads, 1, 4)), line.q4);
     EXPECT_EQ(kda_request_bytes(shape(line.heads, 1, 8)), line.q8);
+    EXPECT_EQ(kda_request_bytes(with_records(shape(line.heads, 1, 1))), line.decode) << "nothing is pending";
+    EXPECT_EQ(kda_request_bytes(with_records(shape(line.heads, 1, 4))), line.records4);
+    EXPECT_EQ(kda_request_bytes(with_records(shape(line.heads, 1, 8))), line.records8);
   }
 }
 
@@ -58,11 +65,27 @@ TEST(MeasureKdaBytes, a_long_ds_line_is_read_whole_and_an_sd_line_is_not) {
 }
 
 TEST(MeasureKdaBytes, bars_exist_where_the_goal_names_one) {
-  EXPECT_DOUBLE_EQ(kda_bar_us(1, 12.0).value(), 19.0);
-  EXPECT_DOUBLE_EQ(kda_bar_us(8, 12.0).value(), 23.0);
-  EXPECT_FALSE(kda_bar_us(4, 12.0).has_value());
+  EXPECT_DOUBLE_EQ(kda_bar_us(shape(12, 1, 1), 12.0).value(), 19.0);
+  EXPECT_DOUBLE_EQ(kda_bar_us(shape(12, 1, 8), 12.0).value(), 23.0);
+  EXPECT_FALSE(kda_bar_us(shape(12, 1, 4), 12.0).has_value());
+  EXPECT_DOUBLE_EQ(kda_bar_us(with_records(shape(12, 1, 1)), 12.0).value(), 19.0);
+  EXPECT_DOUBLE_EQ(kda_bar_us(with_records(shape(12, 1, 8)), 12.0).value(), 19.4);
+  EXPECT_FALSE(kda_bar_us(with_records(shape(12, 1, 4)), 12.0).has_value());
   // 12 heads, 8 requests: 12.6 MB of states at 60 % of 10 GB/s.
   EXPECT_NEAR(kda_cpu_bar_us(shape(12, 8, 1), 1e4).value(), 12'582'912 / 6e3, 1e-6);
+}
+
+TEST(MeasureKdaBytes, the_mix_of_reads_and_writes_is_that_of_the_mode) {
+  EXPECT_EQ(kda_writes_per_read(shape(12, 1, 1)), 1);
+  EXPECT_EQ(kda_writes_per_read(shape(12, 1, 8)), 8);
+  EXPECT_EQ(kda_writes_per_read(with_records(shape(12, 1, 1))), 1);
+  // 83,460 bytes written and 80,148 read of a head.
+  EXPECT_NEAR(kda_writes_per_read(with_records(shape(12, 1, 8))), 1.0413, 1e-4);
+  for (int tokens = 2; tokens <= 8; ++tokens) {
+    const double writes = kda_writes_per_read(with_records(shape(12, 1, tokens)));
+    EXPECT_GE(writes, 1) << tokens;
+    EXPECT_LT(writes, 1.05) << tokens;
+  }
 }
 
 TEST(MeasureKdaBytes, rings_pass_the_cache_and_replays_rotate) {
@@ -78,6 +101,9 @@ TEST(MeasureKdaBytes, rings_pass_the_cache_and_replays_rotate) {
           EXPECT_EQ(ring.sets % ring.layers, 0);
           EXPECT_EQ(ring.launches % ring.sets, 0);
           EXPECT_GE(ring.launches, 64);
+          const KdaRing one_slot = plan_kda_ring(with_records(shape(heads, requests, tokens)), cache);
+          EXPECT_GE(std::int64_t{65536} * heads * requests * one_slot.sets,
+                    std::max<std::int64_t>(256'000'000, 4 * cache));
         }
 }
 
@@ -225,10 +251,57 @@ TEST(MeasureKdaCheck, the_cpu_backend_is_right_on_a_ragged_padded_problem) {
   }
 }
 
+TEST(MeasureKdaCheck, the_cpu_backend_is_right_with_records) {
+  const auto memory = make_host_memory();
+  for (const int tokens : {1, 3}) {
+    KdaProblem p = small_problem();
+    p.tokens = tokens;
+    p.records = true;
+    const KdaReport report = check_problem(*memory, p);
+    EXPECT_EQ(report.failure, "") << to_options(p);
+    EXPECT_GE(report.errors.heads, 100u);
+  }
+}
+
+// A step with a request whose records are folded; then one damage at a time.
+TEST(MeasureKdaCheck, damage_to_records_and_to_what_they_give_breaks_a_rule) {
+  KdaProblem p = small_problem();
+  p.records = true;
+  KdaArrays before;
+  const KdaFate* live = nullptr;
+  std::vector<KdaFate> fates;
+  for (std::uint64_t draw = 0; live == nullptr; ++draw) {
+    before = make_kda_arrays(p, draw);
+    fates = kda_fates(p, before);
+    for (const KdaFate& fate : fates)
+      if (fate.pending > 0 && fate.length > 1) live = &fate;
+  }
+  const auto memory = make_host_memory();
+  const KdaArrays reference = KdaSide(*memory, p, before, "reference64").run(before);
+  EXPECT_EQ(broken_rule(judge_kda(p, before, reference, reference)), "");
+  const std::int64_t area = kda_record_bytes(p.heads, p.conv_len - 2) + 16;
+  const auto records = [&](KdaArrays& arrays) {
+    return kda_records(reinterpret_cast<std::uint8_t*>(arrays[kRecords].data()) + live->line * area, p.heads,
+                       p.conv_len - 2, 1);
+  };
+  const auto rule_after = [&](auto damage) {
+    KdaArrays result = reference;
+    damage(result);
+    return broken_rule(judge_kda(p, before, result, reference));
+  };
+  EXPECT_NE(rule_after([&](KdaArrays& r) { *records(r).count += 1; }), "");
+  EXPECT_NE(rule_after([&](KdaArrays& r) { records(r).u[128 * live->length] = 0; }), "") << "an entry not of the step";
+  EXPECT_NE(rule_after([&](KdaArrays& r) { r[kRecords][0] = std::byte{0}; }), "") << "the null slot";
+  EXPECT_NE(rule_after([&](KdaArrays& r) { r[kRecords][static_cast<std::size_t>(area - 1)] = std::byte{0}; }), "");
+  const std::int64_t page = live->line * (2 * 128 * 128 + 4);
+  for (const KdaArray states : {kState, kFolded})
+    EXPECT_NE(rule_after([&](KdaArrays& r) { reinterpret_cast<float*>(r[states].data())[page + 7] += 0.02f; }), "");
+}
+
 TEST(MeasureKdaCheck, problems_cover_every_key_with_both_layouts_and_gates) {
   std::set<std::pair<int, int>> keys;
   std::set<std::array<bool, 4>> kinds;
-  bool windows = false, ragged = false, dead = false;
+  bool windows = false, ragged = false, dead = false, records = false;
   for (const KdaProblem& p : kda_problems(1, false)) {
     check_problem_shape(p);
     keys.insert({p.heads, p.tokens});
@@ -236,10 +309,11 @@ TEST(MeasureKdaCheck, problems_cover_every_key_with_both_layouts_and_gates) {
     windows |= p.window > p.tokens;
     ragged |= p.lengths;
     dead |= p.dead;
+    records |= p.records;
   }
   EXPECT_EQ(keys.size(), 7u * 8u);
   EXPECT_EQ(kinds.size(), 16u);
-  EXPECT_TRUE(windows && ragged && dead);
+  EXPECT_TRUE(windows && ragged && dead && records);
 }
 
 TEST(MeasureKdaCheck, a_replay_line_names_what_differs_from_the_default) {
@@ -249,6 +323,9 @@ TEST(MeasureKdaCheck, a_replay_line_names_what_differs_from_the_default) {
   EXPECT_EQ(to_options(p),
             "--heads 2 --requests 5 --tokens 3 --conv-len 7 --window 4 --layout ds --gate softplus --bias --padded "
             "--lengths --dead --tactic 2,8,1 --seed 5");
+  p.records = true;
+  p.tactic.reset();
+  EXPECT_NE(to_options(p).find(" --mode records "), std::string::npos) << to_options(p);
 }
 
 TEST(MeasureKdaCheck, a_window_past_the_line_is_refused) {
@@ -289,6 +366,21 @@ TEST(MeasureKdaRow, the_json_line_has_floor_bar_and_verdict) {
   EXPECT_TRUE(json.at("bar_us").is_null());
   EXPECT_EQ(json.at("verdict"), "none");
   EXPECT_EQ(json.at("limit").at("mix"), "1:4");
+}
+
+TEST(MeasureKdaHost, a_row_with_records_folds_half_of_its_tokens) {
+  KdaBenchOptions options;
+  options.heads = 1;
+  options.tokens = 4;
+  options.conv_len = 6;
+  options.records = true;
+  const KdaRow row = bench_kda_host(options, 64, {1e4, 2e4});
+  EXPECT_EQ(row.shape.pending(), 2);
+  EXPECT_EQ(broken_rule(row.values), "");
+  EXPECT_GT(row.time.median, 0.0);
+  const auto json = nlohmann::json::parse(json_line(row, this_machine("twostep bench kda")));
+  EXPECT_EQ(json.at("case").at("state_mode"), "records");
+  EXPECT_EQ(json.at("case").at("pending"), 2);
 }
 
 TEST(MeasureKdaHost, the_row_has_its_values_its_time_and_its_bar) {
