@@ -65,6 +65,7 @@ def kda_rows():
 
 def kda_table():
     rows, path = kda_rows()
+    rows = [r for r in rows if r["case"].get("state_mode", "slots") == "slots"]
     by_key = {(r["case"]["tokens"], r["case"]["heads"], r["case"]["requests"]): r for r in rows}
     machine = rows[0]["machine"]
     rates = {r["case"]["tokens"]: r["limit"]["gb_per_s"] / 1000 for r in rows}

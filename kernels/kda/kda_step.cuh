@@ -18,19 +18,10 @@
 //   q, k   = scale y_q / sqrt(|y_q|^2 + 1e-6),  y_k / sqrt(|y_k|^2 + 1e-6)
 //   g      = R16(F_B f);  decay = exp(lb sigmoid(A (g + dt_bias))), or exp(-A softplus(g + dt_bias))
 //
-// and then, with the state in registers, eight lanes to a row v, `kPassRows` rows a thread, for each token
+// and then walk through the tokens with the state in registers, eight lanes to a row v, `kPassRows` rows a thread:
 //
 //   S = S decay;  p = S k;  u = beta (v - p);  o = S q + u (k . q);  S = S + u k^T;  o = R16(o)
 //   out = R16(o rsqrt(mean o^2 + eps) norm sigmoid(z))
-//
-// A verify step needs p and o of token t from the state S0 before its tokens alone. With D_t the product of the decays
-// 0 .. t and w_ts that of s + 1 .. t (the chunk form of the delta rule: arxiv.org/abs/2406.06484, with the decay per
-// key of arxiv.org/abs/2510.26692):
-//
-//   p_t = S0 (D_t k_t) + sum over s < t of u_s (k_s . w_ts k_t);  o_t = S0 (D_t q_t) + sum over s <= t of u_s (k_s .
-//   w_ts q_t)
-//
-// So the state is read once for all tokens, and what waits for the token before is a few numbers per row.
 //
 // With kRecords all is of column 0, and the accepted tokens that the last verify step recorded come first: k and decay
 // from their k and g as above, then S = S decay; S = S + u k^T with their u. That S is stored; the new tokens leave u,
@@ -100,29 +91,21 @@ struct Layout {
   static constexpr int kFolded = !C::kRecords ? 0 : kEntries < 8 ? kEntries : 8;
   static constexpr bool kNotes = C::kRecords && C::kTokens > 1;  // records its tokens
 
-  // Rows of 128 that a token has: k, q, decay. Then D q takes q's; D k takes k's or, where the state goes on from token
-  // to token, the fourth.
-  static constexpr int kVectorRows = C::kTokens > 1 && !kNotes ? 4 : 3;
-  static constexpr int kDecayedK = kVectorRows == 4 ? 3 : 0;
-  // Coefficients of u: for each token, of its p and of its o, those of tokens 0 ..
-  static constexpr int kPitch = C::kTokens > 4 ? 8 : C::kTokens > 2 ? 4 : C::kTokens > 1 ? 2 : 0;
-
   // Shared memory, bytes.
-  static constexpr int kNorm = kValues * kDim * 4;   // after the state: norm weight [kValues]
-  static constexpr int kTaps = kNorm + kValues * 4;  // of the convolution, [4][128] of Q and of K, [4][kValues] of V
-  static constexpr int kTapBytes = 4 * (2 * kDim + kValues) * 4;
-  // Where the taps were: k and g of each token as BF16, for its record, and the coefficients.
-  static constexpr int kNoted = kTaps;
-  static constexpr int kCoefficients = kNoted + (kNotes ? C::kTokens * 2 * kDim * 2 : 0);
-  static constexpr int kAfterTaps = kCoefficients + C::kTokens * 2 * kPitch * 4;
-  static constexpr int kVectors = kAfterTaps > kTaps + kTapBytes ? kAfterTaps : kTaps + kTapBytes;  // of each token
-  static constexpr int kV = kVectors + C::kTokens * kVectorRows * kDim * 4;
+  static constexpr int kWeights = kValues * kDim * 4;  // after the state: conv taps [4][128] of Q and of K,
+                                                       // [4][kValues] of V, norm weight [kValues]
+  static constexpr int kWeightBytes = (4 * (2 * kDim + kValues) + kValues) * 4;
+  static constexpr int kVectors = kWeights + kWeightBytes;  // k, q, decay of each token
+  static constexpr int kV = kVectors + C::kTokens * 3 * kDim * 4;
   static constexpr int kO = kV + C::kTokens * kValues * 4;  // before o, u of each folded token
   static constexpr int kRecalled = kO + (kFolded > C::kTokens ? kFolded : C::kTokens) * kValues * 4;  // k and decay
-  static constexpr int kScalars = kRecalled + kFolded * 2 * kDim * 4;  // beta and, of a single token, k . q
+  static constexpr int kScalars = kRecalled + kFolded * 2 * kDim * 4;  // beta and k . q of each token
   static constexpr int kSums = kScalars + C::kTokens * 8;              // of squares: [split][tokens]
   static constexpr int kBarriers = (kSums + C::kSplit * C::kTokens * 4 + 7) / 8 * 8;
   static constexpr int kSmemBytes = kBarriers + (kPasses + 2 + C::kRecords) * 8;
+  // k and g of each token as BF16, for its record: where the taps were.
+  static constexpr int kNoted = kWeights;
+  static_assert(!kNotes || C::kTokens * 2 * kDim * 2 <= 4 * (2 * kDim + kValues) * 4);
 
   static_assert(C::kTokens >= 1 && C::kTokens <= 8 && C::kHeads >= 1 && C::kHeads <= 128);
   static_assert(kPasses >= 1 && kPasses * kPassValues == kValues);
@@ -235,15 +218,16 @@ __device__ inline float silu(float x) {
 __device__ inline float4 multiply_add(float4 a, float4 b, float4 c) {
   return {a.x * b.x + c.x, a.y * b.y + c.y, a.z * b.z + c.z, a.w * b.w + c.w};
 }
-// These leave the compiler no choice of what to fuse, wherever they stand: a fold must give the bits of the step
+// These two leave the compiler no choice of what to fuse, wherever they stand: a fold must give the bits of the step
 // that was recorded.
 __device__ inline float4 multiplied(float4 a, float4 b) {
   return {__fmul_rn(a.x, b.x), __fmul_rn(a.y, b.y), __fmul_rn(a.z, b.z), __fmul_rn(a.w, b.w)};
 }
-__device__ inline float dot(float4 a, float4 b, float sum = 0) {
-  return __fmaf_rn(a.w, b.w, __fmaf_rn(a.z, b.z, __fmaf_rn(a.y, b.y, __fmaf_rn(a.x, b.x, sum))));
+__device__ inline float squares(float4 a) {
+  return __fmaf_rn(a.w, a.w, __fmaf_rn(a.z, a.z, __fmaf_rn(a.x, a.x, __fmul_rn(a.y, a.y))));
 }
 __device__ inline float4 scaled(float4 a, float s) { return {a.x * s, a.y * s, a.z * s, a.w * s}; }
+__device__ inline float dot(float4 a, float4 b) { return a.x * b.x + a.y * b.y + a.z * b.z + a.w * b.w; }
 __device__ inline float warp_sum(float v) {
 #pragma unroll
   for (int i = 16; i > 0; i /= 2) v += __shfl_xor_sync(~0u, v, i);
@@ -344,7 +328,7 @@ struct Gate {
       if (lane / 4 < C::kTokens) f[i] = *reinterpret_cast<const uint4*>(from + i * 32);
     }
   }
-  // decay of every token to shared memory: row 2 of its vectors.
+  // decay of every token to shared memory: vectors[t][2][j].
   __device__ void compute(const Params& p, i64 first_row, int head, bool writes_rounded, float* vectors, int warp,
                           int lane) {
 #pragma unroll
@@ -363,7 +347,7 @@ struct Gate {
         if (t >= C::kTokens) continue;
         const int j = row(warp, b, e / 2, lane);
         const float rounded = round_bf16(g[e]);
-        vectors[(t * L::kVectorRows + 2) * kDim + j] = decay_of<C>(p, a, rounded + dt_bias[b][e / 2]);
+        vectors[(t * 3 + 2) * kDim + j] = decay_of<C>(p, a, rounded + dt_bias[b][e / 2]);
         if (writes_rounded) p.rounded[((first_row + t) * 4 + 3) * L::kChannels + head * kDim + j] = to_bf16(g[e]);
       }
     }
@@ -385,8 +369,8 @@ struct Gate {
 // k, q and decay of one token, this lane's keys.
 struct Vectors {
   float4 k[4], q[4], decay[4];
-  __device__ void load(const float* vectors, int lane) {
-    const float4* from = reinterpret_cast<const float4*>(vectors) + lane;
+  __device__ void load(const float* vectors, int t, int lane) {
+    const float4* from = reinterpret_cast<const float4*>(vectors + t * 3 * kDim) + lane;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       k[i] = from[i * 8];
@@ -399,51 +383,6 @@ __device__ inline float row_sum(float v) {
 #pragma unroll
   for (int i = 4; i > 0; i /= 2) v += __shfl_xor_sync(~0u, v, i);
   return v;
-}
-
-// Sums over kLanes neighbouring lanes of kValues values, both powers of two: a lane gets that of value lane * kValues /
-// kLanes. Each exchange halves what is left to add.
-template <int kLanes, int kValues, int kSize>
-__device__ inline float sum_scattered(float (&v)[kSize], int lane) {
-  if constexpr (kLanes == 1) {
-    return v[0];
-  } else if constexpr (kValues == 1) {
-    v[0] += __shfl_xor_sync(~0u, v[0], kLanes / 2);
-    return sum_scattered<kLanes / 2, 1>(v, lane);
-  } else {
-#pragma unroll
-    for (int i = 0; i < kValues / 2; ++i) {
-      const float low = v[i], high = v[i + kValues / 2];
-      const bool upper = lane & kLanes / 2;
-      v[i] = (upper ? high : low) + __shfl_xor_sync(~0u, upper ? low : high, kLanes / 2);
-    }
-    return sum_scattered<kLanes / 2, kValues / 2>(v, lane);
-  }
-}
-
-// Of token t, by its warp: D k and D q, and the coefficients of u in its p and o.
-template <class C>
-__device__ inline void combine_tokens(const float* vectors, float* coefficients, int t, int lane, float4& decayed_k,
-                                      float4& decayed_q) {
-  using L = Layout<C>;
-  const auto row = [&](int s, int i) {
-    return reinterpret_cast<const float4*>(vectors + (s * L::kVectorRows + i) * kDim)[lane];
-  };
-  const float4 k = row(t, 0), q = row(t, 1);
-  float4 w = {1, 1, 1, 1};
-  float sums[2 * L::kPitch] = {};
-#pragma unroll
-  for (int s = C::kTokens - 1; s >= 0; --s) {
-    if (s > t) continue;
-    const float4 seen = multiplied(w, row(s, 0));
-    sums[s] = dot(seen, k);
-    sums[L::kPitch + s] = dot(seen, q);
-    w = multiplied(w, row(s, 2));
-  }
-  decayed_k = multiplied(w, k), decayed_q = multiplied(w, q);
-  const float sum = sum_scattered<32, 2 * L::kPitch>(sums, lane);
-  constexpr int kSame = 32 / (2 * L::kPitch);  // lanes that have the same one
-  if (lane % kSame == 0) coefficients[t * 2 * L::kPitch + lane / kSame] = sum;
 }
 
 // ---- Records (kda 5.5, 8)
@@ -485,7 +424,7 @@ struct Recall {
   // To row[0] and row[1], where the raw values may lie once every lane has its own.
   __device__ void compute(const Params& p, uint2 k_raw, uint2 g_raw, float* row, int lane) const {
     const float4 k = widen(k_raw), g = widen(g_raw);
-    const float k_scale = rsqrtf(warp_sum(dot(k, k)) + 1e-6f);
+    const float k_scale = rsqrtf(warp_sum(squares(k)) + 1e-6f);
     float4* to = reinterpret_cast<float4*>(row) + lane;
     to[0] = scaled(k, k_scale);
     to[kDim / 4] = {decay_of<C>(p, a, g.x + dt_bias.x), decay_of<C>(p, a, g.y + dt_bias.y),
@@ -511,15 +450,14 @@ __device__ inline void fold_token(float4 (&s)[kRows][4], const float* row, const
 template <class C>
 __device__ inline void load_weights(const Params& p, u32 to, int head, int first_value, u32 barrier) {
   using L = Layout<C>;
-  barrier_arrive_expect(barrier, L::kTapBytes + L::kValues * 4);
-  bulk_load(to, p.owned + 15 * L::kChannels + first_value % kDim, L::kValues * 4, barrier);
-  to += L::kValues * 4;
+  barrier_arrive_expect(barrier, L::kWeightBytes);
   for (int third = 0; third < 3; ++third) {
     const int first = third < 2 ? head * kDim : first_value;
     const int bytes = (third < 2 ? kDim : L::kValues) * 4;
     for (int i = 0; i < 4; ++i, to += bytes)
       bulk_load(to, p.owned + (third * 4 + i) * L::kChannels + first, bytes, barrier);
   }
+  bulk_load(to, p.owned + 15 * L::kChannels + first_value % kDim, L::kValues * 4, barrier);
 }
 // The state of this CTA's values, a pass at a time.
 template <class C>
@@ -552,15 +490,14 @@ __device__ inline void kda_step(const Params& p) {
   using L = Layout<C>;
   extern __shared__ __align__(128) u8 smem[];
   const u32 state_smem = smem_address(smem);
-  const float* norm_weight = reinterpret_cast<const float*>(smem + L::kNorm);
-  const float* taps = reinterpret_cast<const float*>(smem + L::kTaps);
-  float* vectors = reinterpret_cast<float*>(smem + L::kVectors);    // [tokens][kVectorRows][128]
+  const float* taps = reinterpret_cast<const float*>(smem + L::kWeights);
+  const float* norm_weight = taps + 4 * (2 * kDim + L::kValues);
+  float* vectors = reinterpret_cast<float*>(smem + L::kVectors);    // [tokens][k, q, decay][128]
   float* v_smem = reinterpret_cast<float*>(smem + L::kV);           // [tokens][values]
   float* o_smem = reinterpret_cast<float*>(smem + L::kO);           // [tokens][values]
   float2* scalars = reinterpret_cast<float2*>(smem + L::kScalars);  // beta, k . q
-  float* coefficients = reinterpret_cast<float*>(smem + L::kCoefficients);
-  float* sums = reinterpret_cast<float*>(smem + L::kSums);  // [split][tokens]
-  const u32 state_barriers = state_smem + L::kBarriers;     // one per pass
+  float* sums = reinterpret_cast<float*>(smem + L::kSums);          // [split][tokens]
+  const u32 state_barriers = state_smem + L::kBarriers;             // one per pass
   const u32 weights_barrier = state_barriers + L::kPasses * 8;
   const u32 sums_barrier = weights_barrier + 8;
   const u32 records_barrier = sums_barrier + 8;
@@ -581,7 +518,7 @@ __device__ inline void kda_step(const Params& p) {
   if (warp == kLoaderWarp && elect_one()) {
     for (int i = 0; i < L::kPasses + 2; ++i) barrier_init(state_barriers + i * 8, 1);
     barrier_init_fence();
-    load_weights<C>(p, state_smem + L::kNorm, head, first_value, weights_barrier);
+    load_weights<C>(p, state_smem + L::kWeights, head, first_value, weights_barrier);
   }
   if constexpr (C::kRecords) {
     if (warp == kRecordsWarp && elect_one()) {
@@ -590,7 +527,7 @@ __device__ inline void kda_step(const Params& p) {
     }
   }
   __syncwarp();
-  if constexpr (C::kSplit > 1) cluster_arrive_relaxed();  // this CTA runs, and its barriers are initialised
+  if constexpr (C::kSplit > 1) cluster_arrive();  // this CTA runs, and its barriers are initialised
   const bool gates = warp < L::kGateWarps;
   Gate<C> gate;
   if (gates) gate.load_weights(p, head, warp, lane);
@@ -703,10 +640,9 @@ __device__ inline void kda_step(const Params& p) {
     }
     const float4 q = q_window.convolve(p, q_channel, taps + lane * 4, kDim);
     const float4 k = k_window.convolve(p, k_channel, taps + 4 * kDim + lane * 4, kDim);
-    const float qq = warp_sum(dot(q, q)), kk = warp_sum(dot(k, k));
-    const float qk = C::kTokens == 1 ? warp_sum(dot(q, k)) : 0;
+    const float qq = warp_sum(dot(q, q)), kk = warp_sum(squares(k)), qk = warp_sum(dot(q, k));
     const float q_scale = p.scale * rsqrtf(qq + 1e-6f), k_scale = rsqrtf(kk + 1e-6f);
-    float4* to = reinterpret_cast<float4*>(vectors + t * L::kVectorRows * kDim) + lane;
+    float4* to = reinterpret_cast<float4*>(vectors + t * 3 * kDim) + lane;
     to[0] = scaled(k, k_scale);
     to[kDim / 4] = scaled(q, q_scale);
     if constexpr (L::kNotes) {
@@ -750,31 +686,12 @@ __device__ inline void kda_step(const Params& p) {
       if (const int t = warp + i * C::kWarps; t < r.length) store_four(noted + t * 2 * kDim + lane * 4, noted_k[i]);
   }
 
-  if constexpr (C::kTokens > 1) {
-    float4 decayed_k[L::kWarpTokens], decayed_q[L::kWarpTokens];
-#pragma unroll
-    for (int i = 0; i < L::kWarpTokens; ++i)
-      if (const int t = warp + i * C::kWarps; t < r.length)
-        combine_tokens<C>(vectors, coefficients, t, lane, decayed_k[i], decayed_q[i]);
-    if constexpr (L::kDecayedK == 0) __syncthreads();  // every token's k has been read
-#pragma unroll
-    for (int i = 0; i < L::kWarpTokens; ++i)
-      if (const int t = warp + i * C::kWarps; t < r.length) {
-        float4* to = reinterpret_cast<float4*>(vectors + t * L::kVectorRows * kDim) + lane;
-        to[L::kDecayedK * (kDim / 4)] = decayed_k[i];
-        to[kDim / 4] = decayed_q[i];
-      }
-    __syncthreads();  // what the rows need of all tokens is there
-  }
-
   // ---- Delta rule
 
   const int row_lane = lane % 8;
   const int group = threadIdx.x / 8;
-  // Of one token: keys 32 i + 4 row_lane .. + 3 of row `row` of its vectors.
-  const auto keys = [&](int t, int row, int i) {
-    return reinterpret_cast<const float4*>(vectors + (t * L::kVectorRows + row) * kDim)[i * 8 + row_lane];
-  };
+  Vectors token;
+  if constexpr (C::kTokens == 1) token.load(vectors, 0, row_lane);
 #pragma unroll
   for (int pass = 0; pass < L::kPasses; ++pass) {
     wait_arrival(state_barriers + pass * 8);
@@ -785,13 +702,6 @@ __device__ inline void kda_step(const Params& p) {
 #pragma unroll
       for (int i = 0; i < 4; ++i)
         s[g][i] = load_shared_float4(state_smem + ((first + g * L::kGroups) * (kDim / 4) + i * 8 + row_lane) * 16);
-    const auto store_state = [&](int slot) {
-      float* to = p.state + slot * p.state_stride + i64(first_value + first) * kDim + row_lane * 4;
-#pragma unroll
-      for (int g = 0; g < C::kPassRows; ++g)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) store_streaming(to + g * L::kGroups * kDim + i * 32, s[g][i]);
-    };
     if constexpr (C::kRecords) {
 #pragma unroll 1
       for (int t = 0; t < pending; ++t) {
@@ -800,84 +710,54 @@ __device__ inline void kda_step(const Params& p) {
         for (int g = 0; g < C::kPassRows; ++g) u[g] = o_smem[t * L::kValues + first + g * L::kGroups];
         fold_token(s, recalled + t * 2 * kDim, u, row_lane);
       }
-      if (C::kTokens > 1 && pending > 0) store_state(r.line);
+      if (C::kTokens > 1 && pending > 0) {
+        float* to = p.state + r.line * p.state_stride + i64(first_value + first) * kDim + row_lane * 4;
+#pragma unroll
+        for (int g = 0; g < C::kPassRows; ++g)
+#pragma unroll
+          for (int i = 0; i < 4; ++i) store_streaming(to + g * L::kGroups * kDim + i * 32, s[g][i]);
+      }
       __syncwarp();  // the rows' u are read: o takes their place
     }
-    if constexpr (C::kTokens == 1) {
-      Vectors token;
-      token.load(vectors, row_lane);
-      const float2 scalar = scalars[0];
+#pragma unroll 1
+    for (int t = 0; t < r.length; ++t) {
+      if constexpr (C::kTokens > 1) token.load(vectors, t, row_lane);
+      const float2 scalar = scalars[t];
+      float* to = nullptr;
+      bool stores = false;
+      if constexpr (!L::kNotes) {
+        const int slot = __shfl_sync(~0u, r.window_slots, t);
+        to = p.state + slot * p.state_stride + i64(first_value + first) * kDim + row_lane * 4;
+        stores = C::kTokens == 1 || is_live(p, slot);
+      }
+      float noted_u[C::kPassRows];
 #pragma unroll
       for (int g = 0; g < C::kPassRows; ++g) {
         float pk = 0, oq = 0;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           s[g][i] = multiplied(s[g][i], token.decay[i]);
-          pk = dot(s[g][i], token.k[i], pk);
-          oq = dot(s[g][i], token.q[i], oq);
+          pk += dot(s[g][i], token.k[i]);
+          oq += dot(s[g][i], token.q[i]);
         }
         pk = row_sum(pk), oq = row_sum(oq);
         const int value = first + g * L::kGroups;
-        const float u = scalar.x * (v_smem[value] - pk);
+        const float u = scalar.x * (v_smem[t * L::kValues + value] - pk);
+        noted_u[g] = u;
 #pragma unroll
         for (int i = 0; i < 4; ++i) s[g][i] = multiply_add({u, u, u, u}, token.k[i], s[g][i]);
-        if (row_lane == 0) o_smem[value] = round_bf16(oq + u * scalar.y);
-      }
-      store_state(r.line);
-    } else {
-      // S0 (D k) in half of a row's lanes, S0 (D q) in the others, of one row each.
-      constexpr int kSame = 4 / C::kPassRows;  // lanes of the same row
-      const bool has_o = row_lane >= 4;
-      const int value = first + row_lane % 4 / kSame * L::kGroups;
-      float from_state[C::kTokens];
+        if (row_lane == 0) o_smem[t * L::kValues + value] = round_bf16(oq + u * scalar.y);
+        if (stores)
 #pragma unroll
-      for (int t = 0; t < C::kTokens; ++t) {
-        float row_sums[2 * C::kPassRows] = {};
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float4 dk = keys(t, L::kDecayedK, i), dq = keys(t, 1, i);
-#pragma unroll
-          for (int g = 0; g < C::kPassRows; ++g) {
-            row_sums[g] = dot(s[g][i], dk, row_sums[g]);
-            row_sums[C::kPassRows + g] = dot(s[g][i], dq, row_sums[C::kPassRows + g]);
-          }
-        }
-        from_state[t] = sum_scattered<8, 2 * C::kPassRows>(row_sums, row_lane);
-      }
-      float u[C::kTokens];
-#pragma unroll
-      for (int t = 0; t < C::kTokens; ++t) {
-        if (t >= r.length) break;
-        const float* of_u = coefficients + (t * 2 + has_o) * L::kPitch;
-        float sum = from_state[t];
-#pragma unroll
-        for (int earlier = 0; earlier < t; ++earlier) sum = __fmaf_rn(of_u[earlier], u[earlier], sum);
-        u[t] = __shfl_sync(~0u, scalars[t].x * (v_smem[t * L::kValues + value] - sum), lane & ~4);
-        if (has_o && row_lane % kSame == 0) o_smem[t * L::kValues + value] = round_bf16(__fmaf_rn(of_u[t], u[t], sum));
+          for (int i = 0; i < 4; ++i) store_streaming(to + g * L::kGroups * kDim + i * 32, s[g][i]);
       }
       if constexpr (L::kNotes) {
         __syncwarp();  // the rows' lanes have read v
 #pragma unroll
-        for (int t = 0; t < C::kTokens; ++t)
-          if (t < r.length && !has_o && row_lane % kSame == 0) v_smem[t * L::kValues + value] = u[t];
-      } else {
-#pragma unroll
-        for (int t = 0; t < C::kTokens; ++t) {
-          if (t >= r.length) break;
-          float row_u[C::kPassRows];
-#pragma unroll
-          for (int g = 0; g < C::kPassRows; ++g) row_u[g] = __shfl_sync(~0u, u[t], (lane & ~7) + g * kSame);
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            const float4 k = keys(t, 0, i), decay = keys(t, 2, i);
-#pragma unroll
-            for (int g = 0; g < C::kPassRows; ++g)
-              s[g][i] = multiply_add({row_u[g], row_u[g], row_u[g], row_u[g]}, k, multiplied(s[g][i], decay));
-          }
-          const int slot = __shfl_sync(~0u, r.window_slots, t);
-          if (is_live(p, slot)) store_state(slot);
-        }
+        for (int g = 0; g < C::kPassRows; ++g)
+          if (row_lane == 0) v_smem[t * L::kValues + first + g * L::kGroups] = noted_u[g];
       }
+      if constexpr (C::kTokens == 1) break;
     }
   }
 

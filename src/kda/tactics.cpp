@@ -3,7 +3,6 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <bit>
 #include <nlohmann/json.hpp>
 
 #include "core/check.h"
@@ -14,7 +13,7 @@ namespace {
 
 constexpr int kSplits[] = {1, 2, 4, 8};
 constexpr int kWarpCounts[] = {4, 8, 16};
-constexpr int kPassRows[] = {1, 2, 4};
+constexpr int kPassRows[] = {1, 2};
 
 int values_of(const KdaTactic& t) { return kKdaHeadDim / t.split; }
 int pass_values(const KdaTactic& t) { return t.warps * 4 * t.pass_rows; }  // eight lanes to a row
@@ -73,12 +72,8 @@ int kda_folded(StateMode mode, int conv_len) {
 
 int kda_smem_bytes(int tokens, const KdaTactic& t, int folded) {
   const int values = values_of(t);
-  const int taps = kKdaConvWidth * (2 * kKdaHeadDim + values);
-  const bool verify = tokens > 1, notes = verify && folded > 0;
-  const int coefficients = verify ? tokens * 2 * static_cast<int>(std::bit_ceil(static_cast<unsigned>(tokens))) : 0;
-  const int weights = values + std::max(taps, (notes ? tokens * kKdaHeadDim : 0) + coefficients);
-  const int vectors = tokens * (verify && !notes ? 4 : 3) * kKdaHeadDim;
-  const int of_tokens = vectors + tokens * (values + 2) + std::max(tokens, folded) * values + t.split * tokens;
+  const int weights = kKdaConvWidth * (2 * kKdaHeadDim + values) + values;  // conv taps, norm
+  const int of_tokens = tokens * (3 * kKdaHeadDim + values + 2) + std::max(tokens, folded) * values + t.split * tokens;
   const int floats = values * kKdaHeadDim + weights + of_tokens + folded * 2 * kKdaHeadDim;
   return (floats * 4 + 7) / 8 * 8 + (values / pass_values(t) + 2 + (folded > 0)) * 8;
 }
@@ -89,8 +84,7 @@ Status kda_tactic_valid(const KdaTactic& t, int tokens, const DeviceFacts& facts
   };
   if (!one_of(kSplits, t.split)) return invalid("split", t.split, "1, 2, 4, 8");
   if (!one_of(kWarpCounts, t.warps)) return invalid("warps", t.warps, "4, 8, 16");
-  if (!one_of(kPassRows, t.pass_rows)) return invalid("pass_rows", t.pass_rows, "1, 2, 4");
-  if (t.pass_rows == 4 && tokens == 1) return invalid("pass_rows", t.pass_rows, "1, 2 in decode");
+  if (!one_of(kPassRows, t.pass_rows)) return invalid("pass_rows", t.pass_rows, "1, 2");
   if (t.split > 1 && facts.arch == 120) return invalid("split", t.split, "1 on this architecture");
   if (values_of(t) % pass_values(t) != 0)
     return invalid("pass_rows", t.pass_rows,
@@ -136,8 +130,9 @@ KdaTactic kda_tactic(int heads, KdaKey key, const DeviceFacts& facts, int folded
   if (key.tokens == 1) {
     // With room for records two CTAs fit on an SM, not three: large ones then.
     if (t.split == 1 && ctas_per_sm(1, {1, 4, 1}, folded) > 2) t.warps = 4;
-  } else if (t.split < 4) {
-    t.split = facts.arch == 120 ? 1 : 2;
+  } else if (records || t.split < 4) {
+    constexpr std::int64_t kManyHeads = 512;  // of all requests: a record costs little, so that halves need not overlap
+    t.split = facts.arch == 120 || (records && request_heads > kManyHeads) ? 1 : 2;
     t.pass_rows = 2;
   }
   return t;

@@ -76,12 +76,13 @@ void spoil(Dice& dice, const Scene& scene, Step* step) {
 
   // Dead requests may name the slots of others and hold anything.
   KdaCounters ignored;
+  const std::int64_t most_accepted = scene.shape.records() ? scene.shape.entries() : step->window;
   const Caches caches = random_caches(dice.random, scene.shape, *step, live);
   const std::vector<Fate> all = fates(*step, caches, live, &ignored);
   for (int n = 0; n < step->requests; ++n) {
     if (all[static_cast<std::size_t>(n)].live) continue;
     const bool by_accepted = step->accepted && ((*step->accepted)[static_cast<std::size_t>(n)] < 1 ||
-                                                (*step->accepted)[static_cast<std::size_t>(n)] > step->window);
+                                                (*step->accepted)[static_cast<std::size_t>(n)] > most_accepted);
     const std::int64_t other = dice.in(0, step->requests - 1);
     for (std::int64_t column = by_accepted ? 0 : step->window; column < step->window; ++column)
       id(n, column) = id(other, column);
@@ -102,14 +103,14 @@ void spoil(Dice& dice, const Scene& scene, Step* step) {
   }
 }
 
-// Counts that do not fit what was accepted.
+// Counts that do not fit what was accepted. Not positive ones: a request that shares the slot could fit them, and have
+// no records.
 void spoil_counts(Dice& dice, const Step& step, Caches* caches) {
   for (int n = 0; n < step.requests; ++n) {
     const std::int64_t slot = step.slot(n, 0);
     if (slot < 0 || slot >= caches->shape.slots || !dice.one_in(6)) continue;
-    const std::int64_t accepted = step.accepted ? (*step.accepted)[static_cast<std::size_t>(n)] : 1;
-    const auto count = dice.of<std::int64_t>({0, accepted - 1, -1, std::numeric_limits<std::int32_t>::min()});
-    for (int h = 0; h < step.heads; ++h) caches->count(slot, h) = static_cast<std::int32_t>(count);
+    const auto count = dice.of<std::int32_t>({0, -1, std::numeric_limits<std::int32_t>::min()});
+    for (int h = 0; h < step.heads; ++h) caches->count(slot, h) = count;
   }
 }
 
