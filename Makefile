@@ -4,9 +4,12 @@ JOBS ?= $(shell nproc)
 NVRTC = $(shell scripts/nvrtc.sh)
 PRESET = $(if $(NVRTC),ci,cpu)
 BUILD = $(if $(NVRTC),build,build-cpu)
-SOURCES = $(shell find include src kernels cli tests bench examples -name '*.h' -o -name '*.cpp' -o -name '*.cuh')
+# Without the Python packages of .venv the Python package is left out.
+PYTHON = $(shell scripts/python.sh)
+PYTHON_FLAGS = $(if $(PYTHON),-DTWOSTEP_PYTHON=ON -DPython_EXECUTABLE=$(PYTHON),-DTWOSTEP_PYTHON=OFF)
+SOURCES = $(shell find include src kernels cli tests bench examples python -name '*.h' -o -name '*.cpp' -o -name '*.cuh')
 
-.PHONY: build setup configure test demo device bench-cpu format format-check clean
+.PHONY: build setup configure test demo device python-device bench-cpu format format-check clean
 
 build: configure
 	cmake --build --preset $(PRESET) --parallel $(JOBS)
@@ -15,7 +18,7 @@ setup:
 	@scripts/setup.sh
 
 configure: setup
-	cmake --preset $(PRESET)
+	cmake --preset $(PRESET) $(PYTHON_FLAGS)
 
 test: build
 	TWOSTEP_NVRTC=$(NVRTC) ctest --preset $(PRESET)
@@ -33,6 +36,11 @@ device: setup
 	install -D --strip -t build-device/stage/bin build-device/bin/twostep build-device/bin/twostep_gpu_tests
 	scripts/check_needed.sh --static build-device/stage/bin/*
 
+# The package's source with all that it builds with, for a machine where nothing can be downloaded. There:
+# python3 -m pip install --no-index --find-links build-device/python/wheels build-device/python
+python-device: setup
+	scripts/python_device.sh build-device/python
+
 bench-cpu: configure
 	cmake --build --preset $(PRESET) --parallel $(JOBS) --target twostep_bench_cpu
 	$(BUILD)/bench/twostep_bench_cpu
@@ -44,4 +52,4 @@ format-check: setup
 	@clang-format-14 --dry-run --Werror $(SOURCES)
 
 clean:
-	rm -rf build build-cpu build-cuda build-device build-sanitize build-fuzz demo
+	rm -rf build build-cpu build-cuda build-device build-sanitize build-fuzz build-wheel demo

@@ -21,6 +21,7 @@
 #include "core/check.h"
 #include "core/env.h"
 #include "cuda/driver.h"
+#include "drafter/logits_plan.h"
 #include "gemm/contract.h"
 #include "gemm/tactics.h"
 #include "gemm/warp.h"
@@ -222,6 +223,7 @@ void add_others(const CompileOptions& options, const DeviceFacts& facts, std::ve
   jobs->push_back(warp_job(shape, kRowBucket, packed, facts));
   jobs->push_back(job_of(compile_request(pack_kernel_text(shape.n, shape.k, packed), facts.arch)));
   jobs->back().subject = subject_of(shape, 0);
+  for (const bool cap : {false, true}) jobs->push_back(job_of(logits_request(facts.arch, cap)));
   for (auto& request : measure_requests(arch_name(facts.arch))) jobs->push_back(job_of(std::move(request)));
   KdaCompileOptions kda;
   kda.requests = {1, 128};

@@ -14,9 +14,11 @@ ROOMS = [
     ("tensor.h", ["include/twostep/tensor.h"], []),
     ("gemm.h", ["include/twostep/gemm.h"], ["status.h", "tensor.h"]),
     ("kda.h", ["include/twostep/kda.h"], ["status.h", "tensor.h"]),
+    ("logits.h", ["include/twostep/logits.h"], ["status.h", "tensor.h", "gemm.h"]),
     ("kernels/common", ["kernels/common/*.cuh"], []),
     ("kernels/gemm", ["kernels/gemm/*.cuh"], ["kernels/common"]),
     ("kernels/kda", ["kernels/kda/*.cuh"], ["kernels/common"]),
+    ("kernels/draft", ["kernels/draft/*.cuh"], ["kernels/common"]),
     ("kernels/measure", ["kernels/measure/*.cuh"], ["kernels/common"]),
     ("core", ["src/core/*"], ["include"]),
     ("cuda", ["src/cuda/*"], ["include", "core"]),
@@ -29,6 +31,7 @@ ROOMS = [
     ("gemm", ["src/gemm/*"], ["include", "core"]),
     ("kda plan", ["src/kda/plan.*"], ["include", "core", "kda", "cuda", "jit", "jit loading"]),
     ("kda", ["src/kda/*"], ["include", "core"]),
+    ("logits plan", ["src/drafter/logits_plan.*"], ["include", "core", "drafter", "cuda", "jit", "jit loading"]),
     ("drafter", ["src/drafter/*"], ["include", "core", "io"]),
     ("measure on a GPU", ["src/measure/device.*", "src/measure/nvml.*", "src/measure/*_cuda.*", "src/measure/chain.*",
                           "src/measure/bench_gemm.*", "src/measure/bench_kda.*", "src/measure/tune_worker.*",
@@ -43,18 +46,22 @@ ROOMS = [
     ("tests/common", ["tests/common/*"], []),
     ("tests/kda", ["tests/kda/*"], ["include", "core", "kda"]),
     ("tests/gpu", ["tests/gpu/*"], ["include", "src", "tests/kda", "tests/common"]),
+    ("tests/python", ["tests/python/*"], ["include"]),
     ("tests/fuzz", ["tests/fuzz/*"], ["include", "core", "io"]),
     ("bench", ["bench/*"], ["include", "core", "gemm", "kda"]),
     ("examples", ["examples/*"], ["include"]),
+    # info and compile look at what no class tells, as the program's commands do.
+    ("python system", ["python/src/system.cpp"], ["include", "src", "python"]),
+    ("python", ["python/src/*"], ["include"]),
 ]
 GROUPS = {
-    "include": ["status.h", "tensor.h", "gemm.h", "kda.h"],
-    "src": ["core", "cuda", "jit loading", "jit", "io", "gemm plan", "gemm", "kda plan", "kda", "drafter",
+    "include": ["status.h", "tensor.h", "gemm.h", "kda.h", "logits.h"],
+    "src": ["core", "cuda", "jit loading", "jit", "io", "gemm plan", "gemm", "kda plan", "kda", "logits plan", "drafter",
             "measure on a GPU", "measure"],
 }
 # Folders that an include may be relative to, beside the file's own.
-INCLUDE_PATH = ["include", "src", "kernels", "."]
-STANDARD_ONLY = ["status.h", "tensor.h", "gemm.h", "kda.h"]
+INCLUDE_PATH = ["include", "src", "kernels", "python/src", "."]
+STANDARD_ONLY = GROUPS["include"]
 INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*(?:<([^>]*)>|"([^"]*)"|(\S+))', re.MULTILINE)
 # Device text inside host code, as `R"(#include "gemm/pack.cuh" ...)"`: NVRTC reads it, the host compiler does not.
 RAW_STRING = re.compile(r'R"(\w*)\(.*?\)\1"', re.DOTALL)
@@ -113,7 +120,7 @@ def findings_of(path):
 def main():
     files = [
         path.relative_to(ROOT)
-        for folder in ["include", "kernels", "src", "cli", "tests", "bench", "examples"]
+        for folder in ["include", "kernels", "src", "cli", "tests", "bench", "examples", "python"]
         for path in sorted((ROOT / folder).rglob("*"))
         if path.suffix in {".h", ".cpp", ".cuh"}
     ]

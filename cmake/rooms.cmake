@@ -3,7 +3,7 @@
 
 add_library(twostep_flags INTERFACE)
 target_compile_options(twostep_flags INTERFACE -Wall -Wextra -Wpedantic -Wshadow -Wconversion -Wno-sign-conversion
-                                               -Werror)
+                                               $<$<BOOL:${TWOSTEP_WERROR}>:-Werror>)
 # g++ 12 sees an overlap in std::string's operator+ that is not there (GCC bug 105651).
 target_compile_options(twostep_flags INTERFACE $<$<CXX_COMPILER_ID:GNU>:-Wno-restrict>)
 if(TWOSTEP_SANITIZE)

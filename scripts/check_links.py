@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """Checks the Markdown files: links and paths inside the repository exist, `make` targets are in the Makefile, and
-each C++ block stands in a file of examples/. Prints each one that does not hold."""
+each C++ or Python block stands in a file of examples/. Prints each one that does not hold."""
 
 import re
 import sys
@@ -13,7 +13,8 @@ BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 PATH = re.compile(r"(?:[\w.-]+/)+[\w.-]*")
 MAKE = re.compile(r"\bmake ([a-z][a-z-]*)")
 # The first part of a path that git keeps; build folders and demo/ come and go.
-FOLDERS = {".ci", "bench", "cli", "cmake", "docs", "examples", "include", "kernels", "scripts", "src", "tactics", "tests"}
+FOLDERS = {".ci", "bench", "cli", "cmake", "docs", "examples", "include", "kernels", "python", "scripts", "src", "tactics",
+           "tests"}
 
 
 def anchors_of(path):
@@ -47,7 +48,7 @@ def findings_of(document, targets, examples):
                 found.append(f"path {path}: no such file")
         found += [f"make {name}: no such target" for name in MAKE.findall(snippet) if name not in targets]
     for language, body in blocks:
-        if language == "cpp" and not any(body in example for example in examples):
+        if language in ("cpp", "python") and not any(body in example for example in examples):
             found.append(f"the block that begins '{body.splitlines()[0]}' stands in no file of examples/")
     return [f"{document.relative_to(ROOT)}: {finding}" for finding in found if finding]
 
@@ -55,7 +56,7 @@ def findings_of(document, targets, examples):
 def main():
     makefile = (ROOT / "Makefile").read_text()
     targets = set(re.findall(r"^([a-z][a-z-]*):", makefile, re.MULTILINE))
-    examples = [path.read_text() for path in (ROOT / "examples").rglob("*.cpp")]
+    examples = [path.read_text() for path in (ROOT / "examples").rglob("*") if path.suffix in (".cpp", ".py")]
     documents = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
     findings = [finding for document in documents for finding in findings_of(document, targets, examples)]
     print("\n".join(findings + [f"link check: {len(documents)} documents, {len(findings)} findings"]))

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# What the build and the tests need: Debian packages, and NVRTC. Looks before it installs, so a second run changes
-# nothing and needs no network.
+# What the build and the tests need: Debian packages, NVRTC, and the Python packages of .venv. Looks before it installs,
+# so a second run changes nothing and needs no network.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 build_packages=(g++ cmake ninja-build python3 libcli11-dev nlohmann-json3-dev libspdlog-dev libfmt-dev
   libgtest-dev libbenchmark-dev libxxhash-dev)
-# Without these there is no oneDNN path, fuzz target, format check or NVRTC from .venv; the rest builds.
-extra_packages=(libdnnl-dev clang libclang-rt-14-dev clang-format-14 python3-venv)
+# Without these there is no oneDNN path, fuzz target, format check, NVRTC from .venv or Python package; the rest builds.
+extra_packages=(libdnnl-dev clang libclang-rt-14-dev clang-format-14 python3-venv python3-dev)
 
 missing() {
   local package
@@ -50,4 +50,12 @@ if [[ -z "$nvrtc" ]]; then
 elif [[ ! -f "$nvrtc" ]]; then
   echo "setup: TWOSTEP_NVRTC = $nvrtc is no file; give the path of libnvrtc.so.13, or unset it" >&2
   exit 1
+fi
+
+if [[ -z "$(scripts/python.sh)" ]]; then
+  echo "setup: taking nanobind, numpy, pytest and matplotlib into .venv"
+  if ! { python3 -m venv .venv && .venv/bin/pip install -qq --retries 2 'nanobind>=2.4' numpy pytest matplotlib; } ||
+    [[ -z "$(scripts/python.sh)" ]]; then
+    echo "setup: going on without the Python package: it needs Python's headers (python3-dev) and these packages" >&2
+  fi
 fi

@@ -4,6 +4,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <initializer_list>
 #include <string>
 
 namespace twostep {
@@ -53,6 +54,19 @@ struct TensorView {
     v.shape = {rows, cols, 0, 0};
     v.stride = {row_stride ? row_stride : cols, 1, 0, 0};
     v.device = device;
+    return v;
+  }
+
+  // Dense, the last dimension contiguous; at most kMaxRank sizes.
+  static TensorView dense(void* data, DType dtype, std::initializer_list<std::int64_t> shape, Device device = {}) {
+    TensorView v;
+    v.data = data;
+    v.dtype = dtype;
+    v.device = device;
+    for (const std::int64_t size : shape) v.shape[static_cast<std::size_t>(v.rank++)] = size;
+    std::int64_t stride = 1;
+    for (int i = v.rank; i-- > 0; stride *= v.shape[static_cast<std::size_t>(i)])
+      v.stride[static_cast<std::size_t>(i)] = stride;
     return v;
   }
 };

@@ -1,0 +1,21 @@
+# Header-only libraries: the system's packages, or the headers in TWOSTEP_DEPS, a folder that `make python-device` fills
+# for machines where nothing can be installed.
+if(NOT DEFINED TWOSTEP_DEPS AND IS_DIRECTORY ${PROJECT_SOURCE_DIR}/deps)
+  set(TWOSTEP_DEPS ${PROJECT_SOURCE_DIR}/deps)
+endif()
+set(TWOSTEP_DEPS "${TWOSTEP_DEPS}" CACHE PATH "folder of fmt, nlohmann, spdlog and xxhash.h; empty: installed packages")
+
+if(TWOSTEP_DEPS)
+  function(twostep_headers name)
+    add_library(${name} INTERFACE IMPORTED GLOBAL)
+    target_include_directories(${name} INTERFACE ${TWOSTEP_DEPS})
+    target_compile_definitions(${name} INTERFACE ${ARGN})
+  endfunction()
+  twostep_headers(fmt::fmt-header-only FMT_HEADER_ONLY=1)
+  twostep_headers(spdlog::spdlog_header_only SPDLOG_FMT_EXTERNAL FMT_HEADER_ONLY=1)
+  twostep_headers(nlohmann_json::nlohmann_json)
+else()
+  find_package(fmt REQUIRED)
+  find_package(spdlog REQUIRED)
+  find_package(nlohmann_json REQUIRED)
+endif()

@@ -1,0 +1,510 @@
+"""Routes the BF16 linears of a PyTorch module tree, and a drafter's logits, to twostep (spec: draft-gemm 9, 10).
+
+    report = twostep.torch.install(model, rows=(8, 16))   # every unquantised BF16 linear without bias
+    print(report)
+    ...                                                   # eager, torch.compile, CUDA graphs: as before
+    twostep.torch.uninstall(model)                        # the very objects that were there
+
+A layer is a torch.nn.Linear, or a layer of vLLM whose quant_method is the unquantised one. An eager call goes straight to
+the kernel, on torch's current stream. A traced one is the operator twostep::linear.
+"""
+
+import sys
+import warnings
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import torch
+
+from twostep import _twostep
+from twostep.error import Error, refuse
+from twostep.kda import PreparedKda
+
+__all__ = ["DraftLinear", "InstallReport", "LayerReport", "PreparedKda", "UninstallReport", "draft_logits", "install",
+           "uninstall"]
+
+_BF16 = torch.bfloat16
+_PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
+_MAX_ROWS = 64  # above, a layer stays on its own method: prefill is as it was
+
+# An active dispatch mode means that something traces: fake tensors, make_fx, export.
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_jit_trace = torch._C._get_tracing_state
+_is_compiling = torch.compiler.is_compiling
+_is_grad_enabled = torch.is_grad_enabled
+
+
+# ---- The operator of traced calls
+
+# It names its method by the weight alone: a number or a name in the graph would be compiled anew for every layer.
+
+_library = torch.library.Library("twostep", "DEF")
+_library.define("linear(Tensor x, Tensor weight) -> Tensor")
+_library.define("linear_out(Tensor x, Tensor weight, *, Tensor(a!) out) -> ()")
+
+_by_weight = weakref.WeakValueDictionary()  # place of a weight: its method
+_adopted = {}  # the same, of weights that no installed layer has: of a graph that was loaded from a file
+_MOST_ADOPTED = 4096
+
+
+def _method_of(weight):
+    place = (weight.data_ptr(), tuple(weight.shape), weight.stride(), weight.device)
+    method = _by_weight.get(place)
+    if method is None:
+        for layer, candidate in list(_installed.items()):
+            now = layer.weight
+            if (now.data_ptr(), tuple(now.shape), now.stride(), now.device) == place:
+                method = candidate
+                break
+        else:
+            if len(_adopted) >= _MOST_ADOPTED:
+                del _adopted[next(iter(_adopted))]
+            method = _adopted[place] = DraftLinear(_PlainLinear())
+        _by_weight[place] = method
+    return method
+
+
+def _linear(x, weight):
+    return _method_of(weight)._product(x, weight)
+
+
+def _linear_out(x, weight, *, out):
+    out.copy_(_linear(x, weight))
+
+
+for _backend in ("CPU", "CUDA"):
+    _library.impl("linear", _linear, _backend)
+    _library.impl("linear_out", _linear_out, _backend)
+
+
+@torch.library.register_fake("twostep::linear", lib=_library)
+def _(x, weight):
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+@torch.library.register_fake("twostep::linear_out", lib=_library)
+def _(x, weight, *, out):
+    return None
+
+
+# ---- DraftLinear
+
+
+class DraftLinear:
+    """The method of one layer, routed to its DraftGemm: apply(layer, x, bias=None) -> x @ layer.weight.T.
+
+    Every other attribute is that of the original method. x [.., K] BF16 on the weight's device, up to 64 rows, without bias
+    and gradient goes to the kernel, on torch's current stream; all else to the original. The weight is taken from the layer
+    on every call: a re-pointed one is followed, another shape gets a new plan (under capture: the original method, with one
+    warning). Result: fresh and packed, [.., N]. May be captured after a prepare, or a run, of the row count.
+    """
+
+    _left_to_the_original = frozenset(
+        ("invalid_argument", "unsupported", "bad_layout", "wrong_device", "weight_changed", "capturing")
+    )
+    _own = frozenset(("original", "options", "plan", "_n", "reason", "capture_misses"))
+
+    def __init__(self, original, options=None):
+        self.__dict__.update(original=original, options=options, plan=None, _n=0, reason="", capture_misses=0)
+
+    def __getattr__(self, name):  # of what is not found here
+        if name.startswith("__") or "original" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self.original, name)
+
+    def __setattr__(self, name, value):
+        if name in self._own:
+            self.__dict__[name] = value
+        else:
+            setattr(self.original, name, value)
+
+    def __reduce__(self):  # copies and pickles make their own plan
+        return _of_original, (self.original, self.options)
+
+    def apply(self, layer, x, bias=None):
+        weight = layer.weight
+        traced = _is_compiling() or type(x) not in _PLAIN_TENSORS or _dispatch_modes() or _jit_trace() is not None
+        if not traced and bias is None and not (weight.requires_grad and _is_grad_enabled()):
+            shape = x.shape
+            if len(shape) == 2 and shape[0] <= _MAX_ROWS and self.plan is not None:
+                try:
+                    out = x.new_empty((shape[0], self._n))
+                    self.plan.run(x, out, weight=weight)
+                    return out
+                except Error:  # not these operands, or not this plan: what follows tells
+                    pass
+        if (
+            bias is not None
+            or x.dtype is not _BF16
+            or weight.dtype is not _BF16
+            or ((weight.requires_grad or x.requires_grad) and _is_grad_enabled())
+        ):
+            return self.original.apply(layer, x, bias)
+        if traced:
+            if x.dim() < 2 or weight.dim() != 2 or x.shape[-1] != weight.shape[1] or x.device != weight.device:
+                return self.original.apply(layer, x, bias)
+            return torch.ops.twostep.linear(x, weight)
+        out = self._served(x, weight)
+        return self.original.apply(layer, x, bias) if out is None else out
+
+    def prepare(self, weight, rows):
+        """Builds the plan of `weight` and prepares it for `rows`. Raises Error."""
+        self._plan_of(weight)
+        for m in rows:
+            self.plan.prepare(m)
+
+    def _plan_of(self, weight):
+        """The plan for this weight. Raises Error; under capture a plan that must be built is capturing."""
+        plan = self.plan
+        if plan is None or (plan.n, plan.k) != tuple(weight.shape) or plan.weight.device != weight.device:
+            if weight.is_cuda and torch.cuda.is_current_stream_capturing():
+                refuse("capturing", "DraftLinear", "weight", list(weight.shape), "the weight that was prepared",
+                       "run once, or prepare, before the capture")
+            self._n = weight.shape[0]
+            self.plan = plan = _twostep.DraftGemm(weight, self.options)
+        return plan
+
+    def _served(self, x, weight):
+        """The product of any operands that the plan can serve, else None."""
+        if x.dim() < 2 or x.shape[-1] != weight.shape[-1] or x.device != weight.device or weight.dim() != 2:
+            return None
+        rows = x.numel() // max(x.shape[-1], 1)
+        if rows > _MAX_ROWS or x.shape[-1] == 0:
+            return None
+        try:
+            plan = self._plan_of(weight)
+            flat = x.detach().reshape(-1, x.shape[-1])
+            if (flat.shape[0] > 1 and flat.stride(0) < flat.shape[1]) or (flat.shape[1] > 1 and flat.stride(1) != 1):
+                flat = flat.contiguous()
+            out = x.new_empty((flat.shape[0], plan.n))
+            plan.run(flat, out, weight=weight)
+        except Error as error:
+            self._refused(error)
+            return None
+        return out.view(*x.shape[:-1], plan.n)
+
+    def _refused(self, error):
+        strict = self.options is not None and self.options.strict
+        if strict or error.code not in self._left_to_the_original:
+            raise error
+        self.capture_misses += error.code == "capturing"
+        if self.reason != str(error):
+            self.reason = str(error)
+            warnings.warn(f"twostep: a layer runs on its own method: {error}", RuntimeWarning, stacklevel=4)
+
+    def _product(self, x, weight):
+        """For the operator, which has no layer: as the unquantised method does what the plan does not."""
+        out = self._served(x, weight)
+        return torch.nn.functional.linear(x, weight) if out is None else out
+
+
+class _PlainLinear:
+    """What torch.nn.Linear does, as a method."""
+
+    def apply(self, layer, x, bias=None):
+        return torch.nn.functional.linear(x, layer.weight, bias)
+
+
+class RoutedLinear(torch.nn.Linear):
+    """A torch.nn.Linear while install is in force: the same object, with this class."""
+
+    def forward(self, x):
+        return self._twostep.apply(self, x, self.bias)
+
+
+_classes = {}  # DraftLinear as a subclass of an unquantised method, by that class
+
+
+def _of_original(original, options):
+    """A DraftLinear that passes for its original, whose own members it forwards."""
+    base = type(original)
+    if base is _PlainLinear:
+        return DraftLinear(original, options)
+    if base not in _classes:
+        members = {
+            name: property(lambda self, name=name: getattr(self.original, name))
+            for name in dir(base)
+            if not name.startswith("__") and name not in dir(DraftLinear)
+        }
+        _classes[base] = type("DraftLinear", (DraftLinear, base), {**members, "prepare": DraftLinear.prepare})
+    return _classes[base](original, options)
+
+
+# ---- Layers
+
+
+def _framework(name):
+    """A class of vLLM, if vLLM is in use."""
+    for module in ("vllm.model_executor.layers.linear", "vllm.model_executor.layers.vocab_parallel_embedding"):
+        found = getattr(sys.modules.get(module), name, None)
+        if found is not None:
+            return found
+    return None
+
+
+def _is_linear(layer):
+    """Does the report speak of this layer? Anything that has a method with apply, or is a torch.nn.Linear."""
+    return isinstance(layer, torch.nn.Linear) or hasattr(getattr(layer, "quant_method", None), "apply")
+
+
+def _routed(layer):
+    """Our method of this layer, or None."""
+    method = layer.__dict__.get("_twostep") if type(layer) is RoutedLinear else getattr(layer, "quant_method", None)
+    return method if isinstance(method, DraftLinear) else None
+
+
+def _refusal(name, layer):
+    """Why a layer is not routed; empty: it can be."""
+    if name.rpartition(".")[2].endswith("kv_b_proj"):
+        return "kv_b_proj: the decode runs its absorbed halves instead"
+    method = getattr(layer, "quant_method", None)
+    if method is not None:
+        unquantised = _framework("UnquantizedLinearMethod")
+        if unquantised is None or type(method) is not unquantised:
+            return f"its method is {type(method).__name__}; routed is exactly UnquantizedLinearMethod"
+    elif type(layer) is not torch.nn.Linear:
+        return f"its class is {type(layer).__name__}; routed is exactly torch.nn.Linear"
+    elif "forward" in layer.__dict__:
+        return "its forward was replaced by another"
+    elif layer.bias is not None:
+        return "it has a bias"
+    weight = getattr(layer, "weight", None)
+    if weight is None or weight.dtype is not _BF16:
+        return f"its weight is {'absent' if weight is None else weight.dtype}; routed is bfloat16"
+    if weight.dim() != 2:
+        return f"its weight has {weight.dim()} dimensions; routed are 2"
+    return ""
+
+
+@dataclass
+class LayerReport:
+    """One linear of the tree."""
+
+    name: str
+    n: int = 0
+    k: int = 0
+    bytes: int = 0  # of its weight
+    kinds: dict = field(default_factory=dict)  # {m: "warp" | "cublas" | "cpu" | "original"}
+    why: dict = field(default_factory=dict)  # {m: one sentence, empty for "warp"}
+    installed: bool = False
+    reason: str = ""  # why it was skipped
+
+
+@dataclass
+class InstallReport:
+    """What install did. print() gives a table."""
+
+    count: int = 0  # routed layers, those of an earlier install included
+    new: int = 0
+    bytes: int = 0  # of the routed weights; a weight that layers share counts once
+    layers: list = field(default_factory=list)
+
+    def __str__(self):
+        lines = [f"twostep: {self.count} linears routed, {self.new} of them now, {self.bytes / 1e6:.1f} MB"]
+        for layer in self.layers:
+            kinds = ", ".join(f"M = {m}: {kind}" for m, kind in layer.kinds.items())
+            lines.append(f"  {layer.name or '(root)'} [{layer.n}, {layer.k}]  {kinds if layer.installed else 'skipped: ' + layer.reason}")
+        return "\n".join(lines)
+
+
+@dataclass
+class UninstallReport:
+    count: int = 0  # layers that have their own method again
+    left: list = field(default_factory=list)  # names of layers whose method someone replaced since
+
+
+_installed = weakref.WeakKeyDictionary()  # layer: our method
+
+
+def install(module, rows=(), options=None, group=None):
+    """Routes every unquantised BF16 linear under `module` to twostep, but those named *kv_b_proj.
+
+    rows: the row counts to prepare at once; others are prepared by their first eager call. options: twostep.Options;
+    with strict, a layer that the kernel cannot serve is skipped. group: a torch.distributed group whose ranks agree on
+    kinds: a (layer, m) that is "cublas" on one is on all. A layer that occurs twice is routed once; a second call wraps
+    nothing twice. Returns an InstallReport. Raises Error for faults of the machine alone: device_error, out_of_memory.
+    """
+    rows = sorted(set(rows))
+    report = InstallReport()
+    found = []
+    weights = {}
+    for name, layer in module.named_modules():
+        if not _is_linear(layer):
+            continue
+        line = LayerReport(name)
+        report.layers.append(line)
+        weight = getattr(layer, "weight", None)
+        if weight is not None and weight.dim() == 2:
+            line.n, line.k = weight.shape
+            line.bytes = weight.numel() * weight.element_size()
+        method = _routed(layer)
+        line.reason = "" if method else _refusal(name, layer)
+        if not line.reason:
+            original = getattr(layer, "quant_method", None) or _PlainLinear()
+            found.append((line, layer, method or _of_original(original, options)))
+
+    def make_ready(item):
+        line, layer, method = item
+        try:
+            method.prepare(layer.weight, [m for m in rows if m <= _MAX_ROWS])
+            if options is not None and options.strict and method.plan.why_code(1) not in ("", "not_prepared"):
+                line.reason = method.plan.why(1)
+        except Error as error:
+            if error.code in ("device_error", "out_of_memory"):
+                raise
+            line.reason = str(error)
+
+    streams = {layer.weight.device: torch.cuda.current_stream(layer.weight.device)
+               for _, layer, _ in found if layer.weight.is_cuda}
+
+    def on_the_callers_streams(item):
+        device = item[1].weight.device
+        if device not in streams:
+            return make_ready(item)
+        with torch.cuda.stream(streams[device]):
+            return make_ready(item)
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(on_the_callers_streams, found))
+
+    for line, layer, method in found:
+        if line.reason:
+            continue
+        for m in rows:
+            kind = method.plan.kind(m) if m <= _MAX_ROWS else "original"
+            line.kinds[m] = kind
+            line.why[m] = method.plan.why(m) if m <= _MAX_ROWS else f"M = {m} is above {_MAX_ROWS}: the layer's own method"
+        line.installed = True
+        report.count += 1
+        weights[layer.weight.data_ptr()] = line.bytes
+        if _routed(layer) is None:
+            report.new += 1
+            if isinstance(method.original, _PlainLinear):
+                layer._twostep = method
+                layer.__class__ = RoutedLinear
+            else:
+                layer.quant_method = method
+        _installed[layer] = method
+    report.bytes = sum(weights.values())
+    if group is not None:
+        _agree(report, {line.name: method for line, _, method in found if line.installed}, group)
+    return report
+
+
+def _agree(report, methods, group):
+    """Pins to cuBLAS, on every rank, each (layer, m) that is "cublas" on any (5.5)."""
+    mine = {line.name: line.kinds for line in report.layers if line.installed}
+    everyone = [None] * torch.distributed.get_world_size(group)
+    torch.distributed.all_gather_object(everyone, mine, group=group)
+    for line in report.layers:
+        for m, kind in line.kinds.items():
+            if kind == "warp" and any(other.get(line.name, {}).get(m) == "cublas" for other in everyone):
+                plan = methods[line.name].plan
+                plan.pin(m, "cublas")
+                line.kinds[m], line.why[m] = plan.kind(m), plan.why(m)
+
+
+def uninstall(module):
+    """Puts back the very method, or class, of each routed layer under `module`. Returns an UninstallReport.
+
+    A layer whose method someone replaced since is left as it is, and named. Afterwards no attribute of ours remains.
+    """
+    report = UninstallReport()
+    for name, layer in module.named_modules():
+        method = _routed(layer)
+        if method is not None and type(layer) is RoutedLinear:
+            layer.__class__ = torch.nn.Linear
+            del layer._twostep
+        elif method is not None:
+            layer.quant_method = method.original
+        elif layer in _installed:
+            report.left.append(name)
+        if method is not None:
+            report.count += 1
+        if layer in _installed:
+            del _installed[layer]
+    return report
+
+
+# ---- draft_logits
+
+_heads = weakref.WeakKeyDictionary()  # head: ((vocab, cap, scale), DraftLogits or LogitsStage)
+
+
+def draft_logits(model, hidden):
+    """Logits [M, V] of hidden [M, K]: model.compute_logits(hidden), with a BF16 head on twostep (one rank).
+
+    V is the vocabulary without padding. Read are model.lm_head, and of model.logits_processor, if there is one:
+    org_vocab_size, soft_cap, scale, logits_as_input, head_dtype. A plain BF16 head runs on DraftLogits; any other that
+    gives BF16 logits runs its own method, then cap and scale; whatever else goes to model.compute_logits, with its
+    result type: hidden not [M, K] BF16, logits as input, another head dtype, an FP32 head, a head of several ranks, a
+    gradient, a trace. The current head is used on every call. The result is the caller's.
+    """
+    processor = getattr(model, "logits_processor", None)
+    head = getattr(model, "lm_head", None)
+    weight = getattr(head, "weight", None)
+    if (
+        hidden.dim() != 2
+        or hidden.dtype is not _BF16
+        or weight is None
+        or getattr(processor, "logits_as_input", False)
+        or getattr(processor, "head_dtype", None) not in (None, _BF16)
+        or weight.dtype is torch.float32
+        or getattr(head, "tp_size", 1) != 1
+        or ((hidden.requires_grad or weight.requires_grad) and _is_grad_enabled())
+        or _is_compiling()
+        or type(hidden) not in _PLAIN_TENSORS
+        or _dispatch_modes()
+    ):
+        return _compute_logits(model, hidden)
+    cap, scale = getattr(processor, "soft_cap", None), getattr(processor, "scale", 1.0)
+    vocab = getattr(processor, "org_vocab_size", None)
+    if _is_plain_head(head, weight):
+        what = (vocab or weight.shape[0], cap, scale)
+        out = hidden.new_empty((hidden.shape[0], what[0]))
+        try:
+            _of_head(head, ("logits", *what), lambda: _draft_logits_plan(weight, *what)).run(hidden, out, head=weight)
+        except Error as error:
+            if error.code != "weight_changed":
+                raise
+            del _heads[head]
+            _of_head(head, ("logits", *what), lambda: _draft_logits_plan(weight, *what)).run(hidden, out, head=weight)
+        return out
+    method = getattr(head, "quant_method", None)
+    logits = head(hidden) if method is None else method.apply(head, hidden, bias=getattr(head, "bias", None))
+    if not isinstance(logits, torch.Tensor) or logits.dtype is not _BF16:
+        return _compute_logits(model, hidden)
+    out = hidden.new_empty((hidden.shape[0], vocab or logits.shape[1]))
+    stage = _of_head(head, ("stage", cap, scale),
+                     lambda: _twostep.LogitsStage(str(logits.device), soft_cap=cap, scale=scale))
+    return stage.run(logits, out)
+
+
+def _draft_logits_plan(weight, vocab, cap, scale):
+    return _twostep.DraftLogits(weight, vocab, soft_cap=cap, scale=scale)
+
+
+def _of_head(head, key, make):
+    kept = _heads.get(head)
+    if kept is None or kept[0] != key:
+        kept = _heads[head] = (key, make())
+    return kept[1]
+
+
+def _is_plain_head(head, weight):
+    if weight.dtype is not _BF16 or weight.dim() != 2 or getattr(head, "bias", None) is not None:
+        return False
+    method = getattr(head, "quant_method", None)
+    if method is not None:
+        plain = (_framework("UnquantizedEmbeddingMethod"), _framework("UnquantizedLinearMethod"))
+        return type(method) in plain or isinstance(method, DraftLinear)
+    return type(head) in (torch.nn.Linear, torch.nn.Embedding, RoutedLinear) and "forward" not in head.__dict__
+
+
+def _compute_logits(model, hidden):
+    original = getattr(model, "compute_logits", None)
+    if original is None:
+        refuse("unsupported", "draft_logits", "hidden, or the head", f"{hidden.dtype} {list(hidden.shape)}",
+               "hidden [M, K] bfloat16 and a bfloat16 lm_head, or a model with compute_logits")
+    return original(hidden)
