@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # scripts/python_device.sh FOLDER: the source of the Python package, its tests, benchmark and examples, and in deps/ the
-# headers and in wheels/ the Python packages that it builds with. Nothing else is needed there but g++, CMake, Ninja, Python
-# and pip.
+# headers and in wheels/ the Python packages that it builds with. Nothing else is needed there but g++, CMake, Ninja, NumPy,
+# Python and pip.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

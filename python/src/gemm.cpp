@@ -27,6 +27,12 @@ struct PyWarp {
   nb::object weight;
 };
 
+// All of it, for copies and comparison.
+using OptionsState = std::tuple<bool, int, int, bool, std::int64_t, bool>;
+OptionsState state_of(const Options& o) {
+  return {o.strict, static_cast<int>(o.pdl), static_cast<int>(o.on_miss), o.jit, o.workspace_limit, o.warp};
+}
+
 void bind_tactic(nb::module_& m) {
   nb::class_<DeviceFacts>(m, "DeviceFacts", R"(What a choice of kernel needs to know of a GPU. Plain data.
 
@@ -38,7 +44,8 @@ arch is 10 * major + minor (90: H200); smem_per_block and smem_per_sm are bytes;
       .def_rw("smem_per_block", &DeviceFacts::smem_per_block)
       .def_rw("smem_per_sm", &DeviceFacts::smem_per_sm)
       .def_rw("name", &DeviceFacts::name)
-      .def("__eq__", [](const DeviceFacts& a, const DeviceFacts& b) { return a == b; });
+      .def(
+          "__eq__", [](const DeviceFacts& a, const DeviceFacts& b) { return a == b; }, nb::is_operator());
 
   nb::class_<Tactic> tactic(m, "Tactic", "One runnable choice of the warp kernel: plain, comparable, printable.");
   tactic.def(nb::init<>())
@@ -52,7 +59,8 @@ arch is 10 * major + minor (90: H200); smem_per_block and smem_per_sm are bytes;
       .def_rw("smem_bytes", &Tactic::smem_bytes)
       .def_rw("ctas_per_sm", &Tactic::ctas_per_sm)
       .def_rw("weight_align", &Tactic::weight_align)
-      .def("__eq__", [](const Tactic& a, const Tactic& b) { return a == b; })
+      .def(
+          "__eq__", [](const Tactic& a, const Tactic& b) { return a == b; }, nb::is_operator())
       .def("__repr__", [](const Tactic& t) { return "Tactic(" + to_string(t) + ")"; });
   def_word<&Tactic::mma>(tactic, "mma", kMmas);
   def_word<&Tactic::weight_order>(tactic, "weight_order", kOrders);
@@ -82,6 +90,15 @@ takes only kernels found in the caches. workspace_limit: bytes for cuBLAS. warp:
       },
       nb::kw_only(), nb::arg("strict") = false, nb::arg("pdl") = "auto", nb::arg("on_miss") = "cublas",
       nb::arg("jit") = true, nb::arg("workspace_limit") = Options{}.workspace_limit, nb::arg("warp") = true);
+  options.def("__getstate__", &state_of)
+      .def("__setstate__",
+           [](Options& self, const OptionsState& state) {
+             const auto [strict, pdl, on_miss, jit, workspace_limit, warp] = state;
+             new (&self)
+                 Options{strict, static_cast<Pdl>(pdl), static_cast<OnMiss>(on_miss), jit, workspace_limit, warp};
+           })
+      .def(
+          "__eq__", [](const Options& a, const Options& b) { return state_of(a) == state_of(b); }, nb::is_operator());
   options.def_rw("strict", &Options::strict)
       .def_rw("jit", &Options::jit)
       .def_rw("workspace_limit", &Options::workspace_limit)
@@ -220,13 +237,14 @@ DraftGemm PyGemm::make(nb::handle weight, const Options& options) {
 }
 
 std::string PyGemm::prepare(int m, nb::handle stream) {
-  const TensorView view = view_of(weight, "weight", Access::kWeight);
-  const Stream on = stream_of(stream, weight, view);
+  const nb::object current = weight;  // another thread may bind another one meanwhile
+  const TensorView view = view_of(current, "weight", Access::kWeight);
+  const Stream on = stream_of(stream, current, view);
   return kind_name(without_gil([&] { return gemm.prepare(m, on); }));
 }
 
 nb::object PyGemm::run(nb::object x, nb::object out, nb::object now, nb::handle stream) {
-  const nb::object& current = now.is_none() ? weight : now;
+  const nb::object current = now.is_none() ? weight : now;  // alive, whatever another thread binds
   const TensorView w = view_of(current, "weight", Access::kWeight);
   const TensorView from = view_of(x, "x");
   const TensorView to = view_of(out, "out", Access::kWrite);

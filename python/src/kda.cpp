@@ -78,7 +78,7 @@ struct WeightObjects {
 struct PyKda {
   WeightObjects weights;
   PreparedKda kda;
-  bool on_gpu = false;
+  Device device;  // of the weights
   nb::object counters = nb::none();
 };
 
@@ -121,8 +121,8 @@ in elements. A value may also be a dict of row_stride, gate and tactic.)")
             options.early_caches = early_caches;
             options.jit = jit;
             const KdaWeights views = objects.views();
-            new (self) PyKda{std::move(objects), without_gil([&] { return PreparedKda(views, options); }),
-                             views.f_b.device.is_cuda()};
+            new (self)
+                PyKda{std::move(objects), without_gil([&] { return PreparedKda(views, options); }), views.f_b.device};
           },
           nb::arg("conv_weight"), nb::arg("f_b"), nb::arg("a_log"), nb::arg("dt_bias"), nb::arg("norm_weight"),
           nb::kw_only(), nb::arg("heads"), nb::arg("policies"), nb::arg("conv_bias") = nb::none(),
@@ -157,7 +157,7 @@ unsupported, unavailable, compile_failed; the object is then as it was.)")
             call.lengths = optional_view_of(lengths, "lengths");
             call.tokens = tokens;
             const Stream on = stream_of(stream, projected, call.projected);
-            if (self.on_gpu) self.kda.run(call, on);
+            if (self.device.is_cuda()) self.kda.run(call, on);
             else without_gil([&] { self.kda.run(call, on); });
             return out;
           },
@@ -221,6 +221,9 @@ there, and the next accepted is 1.)")
                 refuse(StatusCode::kInvalidArgument, "counters", to_string(view),
                        "I32[" + std::to_string(fields) +
                            "], contiguous: bad_accepted, bad_slot, bad_length, stale_records");
+              if (view.device != self.device)
+                refuse(StatusCode::kWrongDevice, "counters.device", to_string(view.device), to_string(self.device),
+                       "put them on the weights' device");
               memory = static_cast<KdaCounters*>(view.data);
             }
             self.kda.set_counters(memory);

@@ -39,14 +39,15 @@ Raises Error: invalid_argument, unsupported, bad_layout, unavailable, compile_fa
       .def(
           "prepare",
           [](PyLogits& self, int rows, nb::handle stream) {
-            const Stream on = stream_of(stream, self.head, view_of(self.head, "head", Access::kWeight));
+            const nb::object current = self.head;  // another thread may run with another one meanwhile
+            const Stream on = stream_of(stream, current, view_of(current, "head", Access::kWeight));
             return std::string(kind_name(without_gil([&] { return self.logits.prepare(rows, on); })));
           },
           nb::arg("m"), nb::kw_only(), nb::arg("stream") = nb::none(), "As DraftGemm.prepare.")
       .def(
           "run",
           [](PyLogits& self, nb::object hidden, nb::object out, nb::object head, nb::handle stream) {
-            const nb::object& current = head.is_none() ? self.head : head;
+            const nb::object current = head.is_none() ? self.head : head;
             const TensorView w = view_of(current, "head", Access::kWeight);
             const TensorView from = view_of(hidden, "hidden");
             const TensorView to = view_of(out, "out", Access::kWrite);

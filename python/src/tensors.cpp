@@ -111,6 +111,17 @@ TensorView view_of_torch(const Torch& torch, nb::handle tensor, const char* name
 }
 
 template <class Array>
+Device device_of_array(const Array& array, const char* name) {
+  const int device = array.device_type();
+  if (device == nb::device::cuda::value || device == nb::device::cuda_managed::value)
+    return Device::cuda(array.device_id());
+  if (device != nb::device::cpu::value && device != nb::device::cuda_host::value)
+    refuse(StatusCode::kWrongDevice, std::string(name) + ".device", "DLPack device " + std::to_string(device),
+           "cpu, cuda", "move it to a GPU or to the CPU");
+  return Device::cpu();
+}
+
+template <class Array>
 TensorView view_of_array(const Array& array, const char* name) {
   TensorView view;
   set_rank(view, array.ndim(), name);
@@ -136,12 +147,7 @@ TensorView view_of_array(const Array& array, const char* name) {
     refuse(StatusCode::kUnsupported, std::string(name) + ".dtype",
            (dtype.code < std::size(kCodes) ? kCodes[dtype.code] : "type ") + std::to_string(dtype.bits), kDTypes,
            "NumPy has no BF16: pass twostep.view(array_of_uint16, \"bf16\")");
-  const int device = array.device_type();
-  if (device == nb::device::cuda::value || device == nb::device::cuda_managed::value)
-    view.device = Device::cuda(array.device_id());
-  else if (device != nb::device::cpu::value && device != nb::device::cuda_host::value)
-    refuse(StatusCode::kWrongDevice, std::string(name) + ".device", "DLPack device " + std::to_string(device),
-           "cpu, cuda", "move it to a GPU or to the CPU");
+  view.device = device_of_array(array, name);
   return view;
 }
 
@@ -149,6 +155,7 @@ TensorView view_of_array(const Array& array, const char* name) {
 struct OwnedView {
   TensorView view;
   nb::object owner;
+  bool read_only = false;
 };
 
 OwnedView make_view(const std::vector<std::int64_t>& shape, const std::string& dtype,
@@ -173,7 +180,12 @@ OwnedView make_view(const std::vector<std::int64_t>& shape, const std::string& d
 
 // The same memory with another dtype of the same size: BF16 in an array of uint16.
 OwnedView tagged_view(nb::object array, const std::optional<std::string>& dtype) {
-  if (!dtype) return {view_of(array, "array"), array};
+  if (!dtype) {
+    nb::ndarray<nb::ro> any;
+    nb::ndarray<> writable;
+    const bool read_only = nb::try_cast(array, any, false) && !nb::try_cast(array, writable, false);
+    return {view_of(array, "array"), array, read_only};
+  }
   const DType tag = dtype_of_name(*dtype);
   nb::ndarray<nb::ro> raw;
   if (const Torch* torch = Torch::get(); torch != nullptr && torch->is_tensor(array)) {
@@ -201,7 +213,9 @@ OwnedView tagged_view(nb::object array, const std::optional<std::string>& dtype)
   }
   made.view.data = const_cast<void*>(raw.data());
   made.view.dtype = tag;
-  if (raw.device_type() == nb::device::cuda::value) made.view.device = Device::cuda(raw.device_id());
+  made.view.device = device_of_array(raw, "array");
+  nb::ndarray<> writable;
+  made.read_only = !nb::try_cast(array, writable, false);
   return made;
 }
 
@@ -232,7 +246,12 @@ DType dtype_of_name(std::string_view name) {
 TensorView view_of(nb::handle tensor, const char* name, Access access) {
   if (const Torch* torch = Torch::get(); torch != nullptr && torch->is_tensor(tensor))
     return view_of_torch(*torch, tensor, name, access);
-  if (nb::isinstance<OwnedView>(tensor)) return nb::inst_ptr<OwnedView>(tensor)->view;
+  if (nb::isinstance<OwnedView>(tensor)) {
+    const OwnedView* owned = nb::inst_ptr<OwnedView>(tensor);
+    if (access == Access::kWrite && owned->read_only)
+      refuse(StatusCode::kInvalidArgument, name, "a view of read-only memory", "memory that may be written");
+    return owned->view;
+  }
   if (access == Access::kWrite) {
     if (nb::ndarray<> array; nb::try_cast(tensor, array, false)) return view_of_array(array, name);
   } else if (nb::ndarray<nb::ro> array; nb::try_cast(tensor, array, false)) {

@@ -28,6 +28,9 @@ def _refuse_variants(layer):
             unsupported("output gate", f"low-rank, {name}", "full rank, in the packed projection")
     if isinstance(getattr(layer, "g_proj", None), (list, tuple)) or hasattr(getattr(layer, "g_proj", None), "__len__"):
         unsupported("output gate", "low-rank, g_proj", "full rank, in the packed projection")
+    activation = getattr(getattr(layer, "o_norm", None), "activation", "sigmoid")
+    if activation != "sigmoid":
+        unsupported("o_norm.activation", activation, "sigmoid")
     if getattr(layer, "use_full_rank_gate", True) is False:
         unsupported("use_full_rank_gate", False, "True")
 
@@ -59,9 +62,14 @@ class PreparedKda(_twostep.PreparedKda):
             refuse("unsupported", "kda.from_module", "f_b_proj.bias", "present", "absent")
         dt_bias = _part(layer, "dt_bias")
         norm = _part(layer, "o_norm")
-        options.setdefault("norm_eps", getattr(norm, "eps", 1e-5))
+        if "norm_eps" not in options:
+            eps = getattr(norm, "eps", None)
+            options["norm_eps"] = _part(norm, "variance_epsilon") if eps is None else eps
         options.setdefault("conv_bias", getattr(layer.conv1d, "bias", None) if hasattr(layer, "conv1d") else None)
-        options.setdefault("gate_lower_bound", getattr(layer, "gate_lower_bound", None))
+        if "gate_lower_bound" not in options:
+            if not hasattr(layer, "gate_lower_bound"):
+                _part(layer, "gate_lower_bound")
+            options["gate_lower_bound"] = layer.gate_lower_bound  # None: the softplus form
         return cls(
             _part(layer, "conv1d.weight"),
             _part(layer, "f_b_proj.weight"),

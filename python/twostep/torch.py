@@ -33,6 +33,19 @@ _dispatch_modes = torch._C._len_torch_dispatch_stack
 _jit_trace = torch._C._get_tracing_state
 _is_compiling = torch.compiler.is_compiling
 _is_grad_enabled = torch.is_grad_enabled
+_forward_ad = torch.autograd.forward_ad
+_functorch_level = torch._C._functorch.peek_interpreter_stack
+_any_autocast = torch._C._is_any_autocast_enabled
+
+
+def _is_transformed(x):
+    """Under forward-mode AD, a transform of torch.func, or an autocast to another dtype: what the original knows of."""
+    return (
+        _forward_ad._current_level >= 0
+        or _functorch_level() is not None
+        or (_any_autocast() and torch.is_autocast_enabled(x.device.type)
+            and torch.get_autocast_dtype(x.device.type) is not _BF16)
+    )
 
 
 # ---- The operator of traced calls
@@ -53,8 +66,8 @@ def _method_of(weight):
     method = _by_weight.get(place)
     if method is None:
         for layer, candidate in list(_installed.items()):
-            now = layer.weight
-            if (now.data_ptr(), tuple(now.shape), now.stride(), now.device) == place:
+            now = getattr(layer, "weight", None)
+            if now is not None and (now.data_ptr(), tuple(now.shape), now.stride(), now.device) == place:
                 method = candidate
                 break
         else:
@@ -125,6 +138,8 @@ class DraftLinear:
     def apply(self, layer, x, bias=None):
         weight = layer.weight
         traced = _is_compiling() or type(x) not in _PLAIN_TENSORS or _dispatch_modes() or _jit_trace() is not None
+        if not traced and _is_transformed(x):
+            return self.original.apply(layer, x, bias)
         if not traced and bias is None and not (weight.requires_grad and _is_grad_enabled()):
             shape = x.shape
             if len(shape) == 2 and shape[0] <= _MAX_ROWS and self.plan is not None:
@@ -210,7 +225,10 @@ class RoutedLinear(torch.nn.Linear):
     """A torch.nn.Linear while install is in force: the same object, with this class."""
 
     def forward(self, x):
-        return self._twostep.apply(self, x, self.bias)
+        method = self.__dict__.get("_twostep")  # who holds this bound method may call it after uninstall
+        if method is None:
+            return torch.nn.functional.linear(x, self.weight, self.bias)
+        return method.apply(self, x, self.bias)
 
 
 _classes = {}  # DraftLinear as a subclass of an unquantised method, by that class
@@ -342,6 +360,8 @@ def install(module, rows=(), options=None, group=None):
         line.reason = "" if method else _refusal(name, layer)
         if not line.reason:
             original = getattr(layer, "quant_method", None) or _PlainLinear()
+            if method is not None and options is not None and method.options != options:
+                method.options, method.plan = options, None  # the plan follows what is asked for now
             found.append((line, layer, method or _of_original(original, options)))
 
     def make_ready(item):
@@ -369,9 +389,10 @@ def install(module, rows=(), options=None, group=None):
         list(pool.map(on_the_callers_streams, found))
 
     for line, layer, method in found:
-        if line.reason:
+        if line.reason and _routed(layer) is None:
             continue
-        for m in rows:
+        line.reason = ""  # of a layer that is routed already: its calls tell, and take its own method
+        for m in rows if method.plan is not None else ():
             kind = method.plan.kind(m) if m <= _MAX_ROWS else "original"
             line.kinds[m] = kind
             line.why[m] = method.plan.why(m) if m <= _MAX_ROWS else f"M = {m} is above {_MAX_ROWS}: the layer's own method"
@@ -399,7 +420,8 @@ def _agree(report, methods, group):
     torch.distributed.all_gather_object(everyone, mine, group=group)
     for line in report.layers:
         for m, kind in line.kinds.items():
-            if kind == "warp" and any(other.get(line.name, {}).get(m) == "cublas" for other in everyone):
+            # A layer that another rank skipped runs on its own method there, which is cuBLAS.
+            if kind == "warp" and any(other.get(line.name, {}).get(m, "cublas") == "cublas" for other in everyone):
                 plan = methods[line.name].plan
                 plan.pin(m, "cublas")
                 line.kinds[m], line.why[m] = plan.kind(m), plan.why(m)
@@ -413,6 +435,9 @@ def uninstall(module):
     report = UninstallReport()
     for name, layer in module.named_modules():
         method = _routed(layer)
+        if method is not None and type(layer) is RoutedLinear and "forward" in layer.__dict__:
+            report.left.append(name)  # someone wrapped ours
+            continue
         if method is not None and type(layer) is RoutedLinear:
             layer.__class__ = torch.nn.Linear
             del layer._twostep
@@ -463,22 +488,34 @@ def draft_logits(model, hidden):
     if _is_plain_head(head, weight):
         what = (vocab or weight.shape[0], cap, scale)
         out = hidden.new_empty((hidden.shape[0], what[0]))
-        try:
-            _of_head(head, ("logits", *what), lambda: _draft_logits_plan(weight, *what)).run(hidden, out, head=weight)
-        except Error as error:
-            if error.code != "weight_changed":
-                raise
-            del _heads[head]
-            _of_head(head, ("logits", *what), lambda: _draft_logits_plan(weight, *what)).run(hidden, out, head=weight)
-        return out
+        hidden = _rows_apart(hidden)
+        for last in (False, True):
+            try:
+                _of_head(head, ("logits", *what), lambda: _draft_logits_plan(weight, *what)).run(hidden, out, head=weight)
+                return out
+            except Error as error:
+                if error.code == "weight_changed" and not last:
+                    del _heads[head]
+                elif error.code in DraftLinear._left_to_the_original and getattr(model, "compute_logits", None):
+                    return _compute_logits(model, hidden)
+                else:
+                    raise
     method = getattr(head, "quant_method", None)
     logits = head(hidden) if method is None else method.apply(head, hidden, bias=getattr(head, "bias", None))
     if not isinstance(logits, torch.Tensor) or logits.dtype is not _BF16:
         return _compute_logits(model, hidden)
     out = hidden.new_empty((hidden.shape[0], vocab or logits.shape[1]))
-    stage = _of_head(head, ("stage", cap, scale),
+    stage = _of_head(head, ("stage", cap, scale, str(logits.device)),
                      lambda: _twostep.LogitsStage(str(logits.device), soft_cap=cap, scale=scale))
-    return stage.run(logits, out)
+    return stage.run(_rows_apart(logits), out)
+
+
+def _rows_apart(matrix):
+    """The matrix itself, or a packed copy where its columns are not adjacent or its rows overlap."""
+    rows, columns = matrix.shape
+    if (columns > 1 and matrix.stride(1) != 1) or (rows > 1 and matrix.stride(0) < columns):
+        return matrix.contiguous()
+    return matrix
 
 
 def _draft_logits_plan(weight, vocab, cap, scale):

@@ -175,6 +175,29 @@ def test_decode_conv_weight(random):
     assert np.array_equal(out, weight.reshape(3, D, 4).transpose(0, 2, 1))
 
 
+def test_from_module_needs_to_know_the_gate(random, refuses):
+    module = Layer(random).module()
+    del module.gate_lower_bound
+    with refuses("unsupported") as refusal:
+        twostep.PreparedKda.from_module(module, {1: twostep.kda_row_stride(HEADS)})
+    assert refusal.error.argument == "gate_lower_bound"
+
+
+def test_counters_lie_on_the_device_of_the_weights(random, refuses):
+    core = Layer(random).prepared({1: twostep.kda_row_stride(HEADS)})
+    with refuses("wrong_device"):
+        core.set_counters(twostep.TensorView([4], "i32", device="cuda:0", address=4096))
+
+
+def test_a_view_of_read_only_memory_is_no_output(random, refuses):
+    layer, stride = Layer(random), twostep.kda_row_stride(HEADS)
+    core, pair, out = layer.prepared({1: stride}), caches(2, 3), nans(1, D)
+    core.prepare(views(pair))
+    out.flags.writeable = False
+    with refuses("invalid_argument"):
+        core.run(bf16(normals(random, 1, stride)), bf16(out), caches=views(pair), slots=np.array([1], np.int32))
+
+
 def test_from_module_gives_the_same_bits(random):
     layer = Layer(random)
     stride = twostep.kda_row_stride(HEADS)
@@ -200,6 +223,8 @@ def test_from_module_gives_the_same_bits(random):
         ("f_b_proj.bias", {"f_b_proj": SimpleNamespace(weight=None, bias=1)}),
         ("conv1d.weight", {"conv1d": None}),
         ("o_norm", {"o_norm": None}),
+        ("o_norm.activation", {"o_norm": SimpleNamespace(weight=None, eps=1e-5, activation="silu")}),
+        ("variance_epsilon", {"o_norm": SimpleNamespace(weight=None)}),
     ],
 )
 def test_from_module_refuses_by_name(random, refuses, name, change):

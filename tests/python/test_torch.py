@@ -320,6 +320,51 @@ def test_copies_and_pickles_have_their_own_plans():
         assert routed.uninstall(twin).count == 2 and type(twin.gate_up) is torch.nn.Linear
 
 
+def test_copies_keep_the_options():
+    model = Mlp()
+    routed.install(model, options=twostep.Options(strict=True))
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert twin.gate_up._twostep.options == twostep.Options(strict=True)
+
+
+def test_a_second_install_follows_its_options():
+    model = Mlp()
+    first = routed.install(model)
+    second = routed.install(model, rows=(4,), options=twostep.Options(strict=True))
+    assert (first.count, second.count, second.new) == (2, 2, 0)
+    assert model.gate_up._twostep.options.strict
+    x = integers(4, 64)
+    assert same(model.gate_up(x), exact(x, model.gate_up.weight))
+
+
+def test_a_wrapped_forward_is_left_and_still_runs():
+    model, x = Mlp(), integers(4, 64)
+    routed.install(model)
+    layer, inner = model.gate_up, model.gate_up.forward
+    layer.forward = lambda value: inner(value) * 2
+    report = routed.uninstall(model)
+    assert (report.count, report.left) == (1, ["gate_up"])
+    assert same(layer(x), exact(x, layer.weight) * 2)
+    del layer.forward
+    assert routed.uninstall(model).count == 1 and type(layer) is torch.nn.Linear
+    assert same(inner(x), exact(x, layer.weight))  # a bound method that someone kept
+
+
+def test_transforms_go_to_the_original():
+    layer = torch.nn.Sequential(linear(64, 32))
+    x, tangent = integers(4, 64), integers(4, 64)
+    routed.install(layer)
+    before = runs(layer[0]._twostep.plan) if layer[0]._twostep.plan else 0
+    with torch.autograd.forward_ad.dual_level():
+        dual = layer(torch.autograd.forward_ad.make_dual(x, tangent))
+        assert same(torch.autograd.forward_ad.unpack_dual(dual).tangent, torch.nn.functional.linear(tangent, layer[0].weight))
+    assert torch.func.vmap(layer)(x.unsqueeze(1)).shape == (4, 1, 32)
+    with torch.autocast(DEVICE.split(":")[0], dtype=torch.float16):
+        assert layer(x).dtype is torch.float16
+    plan = layer[0]._twostep.plan
+    assert (runs(plan) if plan else 0) == before
+
+
 def test_an_uninstalled_tree_is_freed():
     model = Mlp()
     routed.install(model)
@@ -530,6 +575,15 @@ def test_head_dtypes(head_dtype, dtype, original):
     model = Drafter(linear(64, 48, dtype=dtype), head_dtype=head_dtype)
     out = routed.draft_logits(model, integers(2, 64))
     assert model.originals == original and out.dtype == (torch.float32 if original else BF16)
+
+
+def test_hidden_of_any_stride_gives_logits():
+    model = types.SimpleNamespace(lm_head=linear(64, 48))
+    model.lm_head.weight.copy_(integers(48, 64))
+    hidden = integers(64, 3).t()
+    assert same(routed.draft_logits(model, hidden), exact(hidden, model.lm_head.weight))
+    one = integers(1, 64).expand(3, 64)
+    assert same(routed.draft_logits(model, one), exact(one, model.lm_head.weight))
 
 
 def test_what_goes_to_compute_logits(refuses):
