@@ -66,15 +66,7 @@ std::vector<KdaBenchOptions> benches_of(const KdaBenchArguments& a) {
 
 // Every key that is asked for is one that construction and prepare take: said before anything is measured.
 void check_keys(const KdaBenchArguments& a) {
-  for (const KdaBenchOptions& bench : benches_of(a)) {
-    KdaProblem problem;
-    problem.heads = bench.heads;
-    problem.tokens = problem.window = bench.tokens;
-    problem.conv_len = bench.conv_len;
-    problem.dim_first = bench.dim_first;
-    problem.records = bench.records;
-    check_problem_shape(problem);
-  }
+  for (const KdaBenchOptions& bench : benches_of(a)) check_problem_shape(problem_of(bench));
 }
 
 void print_machine(const Machine& machine) {

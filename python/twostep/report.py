@@ -62,6 +62,14 @@ def _style(axes, title, ticks):
     axes.spines[["top", "right"]].set_visible(False)
 
 
+def _save(plt, figure, grid, title, path):
+    grid[0, 0].legend(fontsize=8, frameon=False)
+    figure.suptitle(title, fontsize=9)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
 def draw_gemm(rows, path, chain="early"):
     """One small picture for each shape: rows against time over the read limit of the same chain."""
     plt = _pyplot()
@@ -84,12 +92,8 @@ def draw_gemm(rows, path, chain="early"):
         axes.set_xlabel("rows", fontsize=8)
     for axes in grid[:, 0]:
         axes.set_ylabel("time / read limit", fontsize=8)
-    grid[0, 0].legend(fontsize=8, frameon=False)
-    figure.suptitle(f"{rows[0]['machine']['device']}: BF16 linears by rows, {chain} chain, cold L2; 1 is a kernel that only "
-                    "reads the weight", fontsize=9)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    _save(plt, figure, grid, f"{rows[0]['machine']['device']}: BF16 linears by rows, {chain} chain, cold L2; 1 is a kernel "
+                             "that only reads the weight", path)
 
 
 def draw_kda(rows, path):
@@ -111,12 +115,8 @@ def draw_kda(rows, path):
         axes.set_yticks([1, 2, 4, 8], ["1", "2", "4", "8"])
         axes.set_xlabel("requests", fontsize=8)
     grid[0, 0].set_ylabel("time / floor", fontsize=8)
-    grid[0, 0].legend(fontsize=8, frameon=False)
-    figure.suptitle(f"{rows[0]['machine']['device']}: KDA core, cold caches; 1 is the bytes at the measured rate of their mix "
-                    "of reads and writes", fontsize=9)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    _save(plt, figure, grid, f"{rows[0]['machine']['device']}: KDA core, cold caches; 1 is the bytes at the measured rate "
+                             "of their mix of reads and writes", path)
 
 
 def _table(header, lines):

@@ -434,21 +434,21 @@ def uninstall(module):
     """
     report = UninstallReport()
     for name, layer in module.named_modules():
-        method = _routed(layer)
-        if method is not None and type(layer) is RoutedLinear and "forward" in layer.__dict__:
+        plain = type(layer) is RoutedLinear
+        if plain and "forward" in layer.__dict__:
             report.left.append(name)  # someone wrapped ours
             continue
-        if method is not None and type(layer) is RoutedLinear:
+        method = _routed(layer)
+        if _installed.pop(layer, None) is not None and method is None:
+            report.left.append(name)
+        if method is None:
+            continue
+        if plain:
             layer.__class__ = torch.nn.Linear
             del layer._twostep
-        elif method is not None:
+        else:
             layer.quant_method = method.original
-        elif layer in _installed:
-            report.left.append(name)
-        if method is not None:
-            report.count += 1
-        if layer in _installed:
-            del _installed[layer]
+        report.count += 1
     return report
 
 

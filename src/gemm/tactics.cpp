@@ -317,7 +317,8 @@ double model_us(const Tactic& t, int m, std::int64_t n, std::int64_t k, const De
 
 namespace {
 
-// The table's entry of the fewest rows, m at least, whose tactic is valid for m and of `family`, where one is given.
+// The table's entry of the fewest rows, m at least; of `family`, where one is given. Its tactic need not be valid for
+// m.
 std::optional<TableEntry> find_entry(int m, std::int64_t n, std::int64_t k, const DeviceFacts& facts,
                                      const std::optional<Family>& family) {
   std::optional<TableEntry> best;

@@ -93,13 +93,7 @@ int stray_stride(const TensorView& v, const TensorView& wanted, int first = 0) {
 }
 
 TensorView dense(DType dtype, std::initializer_list<std::int64_t> shape) {
-  TensorView v;
-  v.dtype = dtype;
-  v.rank = static_cast<int>(shape.size());
-  std::copy(shape.begin(), shape.end(), v.shape.begin());
-  std::int64_t stride = 1;
-  for (std::size_t d = shape.size(); d-- > 0; stride *= v.shape[d]) v.stride[d] = stride;
-  return v;
+  return TensorView::dense(nullptr, dtype, shape);
 }
 
 // ---- Construction

@@ -81,8 +81,7 @@ KdaRow KdaBench::time(std::int64_t requests, int launches, Replays replays) {
   KdaRow row = layers_.row(requests);
   row.ring.launches = launches;
   row.rate = rate_;
-  const auto entry = kda_table_entry(options_.heads, {requests, options_.tokens}, device_.facts(),
-                                     options_.records ? StateMode::kRecords : StateMode::kSlots);
+  const auto entry = kda_table_entry(options_.heads, {requests, options_.tokens}, device_.facts(), options_.mode());
   row.source = forced_ ? "forced" : entry && entry->tactic == row.tactic ? "table" : "rule";
   const ChainTimer timer(device_, launches);
   row.time = timer.early([&](int launch) { layers_.run(requests, launch); }, replays);
@@ -97,17 +96,10 @@ KdaSweep KdaBench::sweep(int finalists) {
   constexpr Replays kScreening{1, 5};
   constexpr int kScreeningLaunches = 16;
   const std::vector<KdaTactic> tactics =
-      valid_kda_tactics(options_.tokens, device_.facts(),
-                        kda_folded(options_.records ? StateMode::kRecords : StateMode::kSlots, options_.conv_len));
+      valid_kda_tactics(options_.tokens, device_.facts(), kda_folded(options_.mode(), options_.conv_len));
   std::vector<KdaBuild> builds;
   for (const KdaTactic& tactic : tactics) {
-    KdaProblem problem;
-    problem.heads = options_.heads;
-    problem.tokens = problem.window = options_.tokens;
-    problem.conv_len = options_.conv_len;
-    problem.dim_first = options_.dim_first;
-    problem.early_caches = options_.early_caches;
-    problem.records = options_.records;
+    KdaProblem problem = problem_of(options_);
     problem.tactic = tactic;
     builds.push_back(kda_build_of(problem, device_.facts()));
   }

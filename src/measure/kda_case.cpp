@@ -223,32 +223,18 @@ void fill_caches(const KdaProblem& p, const Extent& e, std::uint64_t draw, KdaAr
 
 // ---- Views
 
-TensorView view_of(void* data, DType dtype, Device device, std::initializer_list<std::int64_t> shape) {
-  TensorView v;
-  v.data = data;
-  v.dtype = dtype;
-  v.device = device;
-  for (const std::int64_t size : shape) v.shape[static_cast<std::size_t>(v.rank++)] = size;
-  std::int64_t stride = 1;
-  for (int i = v.rank; i-- > 0;) {
-    v.stride[static_cast<std::size_t>(i)] = stride;
-    stride *= v.shape[static_cast<std::size_t>(i)];
-  }
-  return v;
-}
-
 using Pointers = std::array<void*, kNumKdaArrays>;
 
 KdaWeights weights_of(const KdaProblem& p, const Pointers& at, Device device) {
   const std::int64_t d = extent_of(p).channels;
   const DType owned = p.bf16_weights ? DType::kBF16 : DType::kF32;
   KdaWeights w;
-  w.conv_weight = view_of(at[kConvWeight], owned, device, {3 * d, 1, kKdaConvWidth});
-  if (p.bias) w.conv_bias = view_of(at[kConvBias], owned, device, {3 * d});
-  w.f_b = view_of(at[kFB], DType::kBF16, device, {d, kDim});
-  w.a_log = view_of(at[kALog], DType::kF32, device, {p.heads});
-  w.dt_bias = view_of(at[kDtBias], DType::kF32, device, {d});
-  w.norm_weight = view_of(at[kNormWeight], owned, device, {kDim});
+  w.conv_weight = TensorView::dense(at[kConvWeight], owned, {3 * d, 1, kKdaConvWidth}, device);
+  if (p.bias) w.conv_bias = TensorView::dense(at[kConvBias], owned, {3 * d}, device);
+  w.f_b = TensorView::dense(at[kFB], DType::kBF16, {d, kDim}, device);
+  w.a_log = TensorView::dense(at[kALog], DType::kF32, {p.heads}, device);
+  w.dt_bias = TensorView::dense(at[kDtBias], DType::kF32, {d}, device);
+  w.norm_weight = TensorView::dense(at[kNormWeight], owned, {kDim}, device);
   return w;
 }
 
@@ -270,10 +256,11 @@ KdaOptions options_of(const KdaProblem& p) {
 KdaCaches caches_of(const KdaProblem& p, const Pointers& at, Device device) {
   const Extent e = extent_of(p);
   KdaCaches caches;
-  caches.conv = p.dim_first ? view_of(at[kConv], DType::kBF16, device, {e.num_slots, 3 * e.channels, p.conv_len})
-                            : view_of(at[kConv], DType::kBF16, device, {e.num_slots, p.conv_len, 3 * e.channels});
+  caches.conv = p.dim_first
+                    ? TensorView::dense(at[kConv], DType::kBF16, {e.num_slots, 3 * e.channels, p.conv_len}, device)
+                    : TensorView::dense(at[kConv], DType::kBF16, {e.num_slots, p.conv_len, 3 * e.channels}, device);
   caches.conv.stride[0] = e.conv_stride;
-  caches.state = view_of(at[kState], DType::kF32, device, {e.num_slots, p.heads, kDim, kDim});
+  caches.state = TensorView::dense(at[kState], DType::kF32, {e.num_slots, p.heads, kDim, kDim}, device);
   caches.state.stride[0] = e.state_stride;
   if (p.records)
     caches.records = TensorView::matrix(at[kRecords], e.num_slots, e.record_bytes, device, e.record_stride, DType::kU8);
@@ -287,11 +274,11 @@ KdaCall call_of(const KdaProblem& p, const Pointers& at, Device device) {
   call.projected = TensorView::matrix(at[kProjected], rows, 4 * e.channels + kDim + p.heads, device, e.row_stride);
   call.out = TensorView::matrix(at[kOut], rows, e.channels, device, e.out_stride);
   call.caches = caches_of(p, at, device);
-  call.slots = p.window > 1 ? view_of(at[kSlots], DType::kI32, device, {e.table_rows, p.window})
-                            : view_of(at[kSlots], DType::kI32, device, {e.table_rows});
+  call.slots = p.window > 1 ? TensorView::dense(at[kSlots], DType::kI32, {e.table_rows, p.window}, device)
+                            : TensorView::dense(at[kSlots], DType::kI32, {e.table_rows}, device);
   call.slots.stride[0] = e.slots_stride;
-  if (p.with_accepted()) call.accepted = view_of(at[kAccepted], DType::kI32, device, {e.table_rows});
-  if (p.lengths) call.lengths = view_of(at[kLengths], DType::kI32, device, {e.table_rows});
+  if (p.with_accepted()) call.accepted = TensorView::dense(at[kAccepted], DType::kI32, {e.table_rows}, device);
+  if (p.lengths) call.lengths = TensorView::dense(at[kLengths], DType::kI32, {e.table_rows}, device);
   if (p.window != p.tokens) call.tokens = p.tokens;
   return call;
 }
@@ -563,7 +550,7 @@ void KdaSide::fold(const KdaArrays& arrays) {
   const auto upload = [&](const std::vector<int>& values) {
     void* to = memory->allocate(values.size() * sizeof(int));
     memory->write(to, values.data(), values.size() * sizeof(int));
-    return view_of(to, DType::kI32, memory->device(), {problem_.requests});
+    return TensorView::dense(to, DType::kI32, {problem_.requests}, memory->device());
   };
   const TensorView ids = upload(slots), counts = upload(accepted);
   kda_.fold_records(caches_of(problem_, at_, memory_.device()), ids, counts, {}, memory_.stream());

@@ -39,19 +39,24 @@ TensorView vector_view(void* data, DType dtype, Device device, std::int64_t size
 }
 
 KdaProblem small_problem(const KdaBenchOptions& options) {
-  KdaProblem p;
-  p.heads = options.heads;
+  KdaProblem p = problem_of(options);
   p.requests = 2;
-  p.tokens = p.window = options.tokens;
-  p.conv_len = options.conv_len;
-  p.dim_first = options.dim_first;
-  p.early_caches = options.early_caches;
-  p.records = options.records;
   p.seed = kSeed;
   return p;
 }
 
 }  // namespace
+
+KdaProblem problem_of(const KdaBenchOptions& options) {
+  KdaProblem p;
+  p.heads = options.heads;
+  p.tokens = p.window = options.tokens;
+  p.conv_len = options.conv_len;
+  p.dim_first = options.dim_first;
+  p.early_caches = options.early_caches;
+  p.records = options.records;
+  return p;
+}
 
 KdaLayers::KdaLayers(KdaMemory& memory, const KdaBenchOptions& options, std::vector<std::int64_t> requests,
                      std::int64_t cache_bytes)

@@ -18,8 +18,10 @@ struct KdaBenchOptions {
   bool dim_first = false;
   bool early_caches = false;
   bool records = false;
+  StateMode mode() const { return records ? StateMode::kRecords : StateMode::kSlots; }
   KdaShape shape(std::int64_t requests) const { return {heads, requests, tokens, conv_len, dim_first, records}; }
 };
+KdaProblem problem_of(const KdaBenchOptions& options);
 
 // One (H, q) with several request counts. K3's form: lower-bound gate, no bias, FP32 owned weights, natural strides.
 class KdaLayers {

@@ -3,21 +3,14 @@
 #include <cmath>
 
 #include "core/bf16.h"
+#include "tests/unit/code_of.h"
 #include "tests/unit/gemm_oracle.h"
 #include "twostep/logits.h"
 
 namespace twostep {
 namespace {
 
-template <class Call>
-StatusCode code_of(Call&& call) {
-  try {
-    call();
-    return StatusCode::kOk;
-  } catch (const Error& error) {
-    return error.code();
-  }
-}
+using test::code_of;
 
 TensorView rows_of(std::vector<std::uint16_t>& values, std::int64_t rows, std::int64_t cols, std::int64_t stride) {
   return TensorView::matrix(values.data(), rows, cols, {}, stride);

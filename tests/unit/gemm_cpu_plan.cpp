@@ -2,6 +2,7 @@
 #include <thread>
 
 #include "gemm/contract.h"
+#include "tests/unit/code_of.h"
 #include "tests/unit/gemm_oracle.h"
 #include "twostep/gemm.h"
 
@@ -9,16 +10,7 @@ namespace twostep {
 namespace {
 
 using oracle::Buffer;
-
-template <class Call>
-StatusCode code_of(Call&& call) {
-  try {
-    call();
-    return StatusCode::kOk;
-  } catch (const Error& error) {
-    return error.code();
-  }
-}
+using test::code_of;
 
 class GemmCpuPlan : public testing::Test {
  protected:

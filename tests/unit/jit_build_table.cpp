@@ -12,12 +12,14 @@
 #include "core/hash.h"
 #include "jit/build_table.h"
 #include "jit_fixture.h"
+#include "tests/unit/code_of.h"
 
 namespace twostep {
 namespace {
 
 using std::chrono::milliseconds;
 using std::chrono::seconds;
+using test::code_of;
 
 CompileRequest request_of(int i) { return {"k" + std::to_string(i), "k", "text " + std::to_string(i), "sm_90a", "1"}; }
 
@@ -44,15 +46,6 @@ class JitBuild : public JitFolder {
     return source_hash(request_of(i)) + "." + version + ".cubin";
   }
 };
-
-StatusCode code_of(const std::function<void()>& work) {
-  try {
-    work();
-  } catch (const Error& error) {
-    return error.code();
-  }
-  return StatusCode::kOk;
-}
 
 TEST_F(JitBuild, memory_then_disk_then_the_compiler) {
   BuildTable first;

@@ -24,17 +24,7 @@ constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 TensorView dense(void* data, DType dtype, std::initializer_list<std::int64_t> shape) {
-  TensorView v;
-  v.data = data;
-  v.dtype = dtype;
-  v.rank = static_cast<int>(shape.size());
-  std::copy(shape.begin(), shape.end(), v.shape.begin());
-  std::int64_t stride = 1;
-  for (int d = v.rank - 1; d >= 0; --d) {
-    v.stride[static_cast<std::size_t>(d)] = stride;
-    stride *= v.shape[static_cast<std::size_t>(d)];
-  }
-  return v;
+  return TensorView::dense(data, dtype, shape);
 }
 
 // Refused with this code, and the sentence has every part.

@@ -1,7 +1,6 @@
 // The chains of a draft step: which linears, how they hand over, and the rows. What a measurement stands on.
 #include <gtest/gtest.h>
 
-#include <functional>
 #include <map>
 #include <nlohmann/json.hpp>
 #include <string>
@@ -10,9 +9,12 @@
 #include "io/cases.h"
 #include "io/synth.h"
 #include "measure/draft_chain.h"
+#include "tests/unit/code_of.h"
 
 namespace twostep {
 namespace {
+
+using test::code_of;
 
 std::vector<ChainLinear> step_of(const std::string& model, int tp, int rows) {
   std::vector<ChainLinear> step;
@@ -26,15 +28,6 @@ std::vector<std::string> names_of(const std::vector<ChainLinear>& step, const Li
   std::vector<std::string> names;
   for (std::size_t i = range.first; i < range.first + range.count; ++i) names.push_back(step[i].name);
   return names;
-}
-
-StatusCode code_of(const std::function<void()>& call) {
-  try {
-    call();
-  } catch (const Error& error) {
-    return error.code();
-  }
-  return StatusCode::kOk;
 }
 
 TEST(MeasureDraftChain, a_step_is_its_context_then_five_layers_then_the_head) {
