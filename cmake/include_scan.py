@@ -15,6 +15,8 @@ ROOMS = [
     ("gemm.h", ["include/twostep/gemm.h"], ["status.h", "tensor.h"]),
     ("kda.h", ["include/twostep/kda.h"], ["status.h", "tensor.h"]),
     ("logits.h", ["include/twostep/logits.h"], ["status.h", "tensor.h", "gemm.h"]),
+    ("drafter_config.h", ["include/twostep/drafter_config.h"], []),
+    ("drafter.h", ["include/twostep/drafter.h"], ["status.h", "tensor.h", "drafter_config.h"]),
     ("kernels/common", ["kernels/common/*.cuh"], []),
     ("kernels/gemm", ["kernels/gemm/*.cuh"], ["kernels/common"]),
     ("kernels/kda", ["kernels/kda/*.cuh"], ["kernels/common"]),
@@ -35,8 +37,8 @@ ROOMS = [
     ("drafter", ["src/drafter/*"], ["include", "core", "io"]),
     ("measure on a GPU", ["src/measure/device.*", "src/measure/nvml.*", "src/measure/*_cuda.*", "src/measure/chain.*",
                           "src/measure/bench_gemm.*", "src/measure/bench_kda.*", "src/measure/tune_worker.*",
-                          "src/measure/draft_step.cpp", "src/measure/draft_layer.*"], ["include", "src"]),
-    ("measure", ["src/measure/*"], ["include", "core", "jit", "gemm", "kda"]),
+                          "src/measure/draft_layer.*"], ["include", "src"]),
+    ("measure", ["src/measure/*"], ["include", "core", "jit", "io", "gemm", "kda", "drafter"]),
     ("cli", ["cli/*"], ["include", "src"]),
     # The loader is tested without a GPU, on an NVRTC that the test brings.
     ("tests of the loader", ["tests/unit/jit_nvrtc.cpp"], ["include", "core", "jit", "jit loading", "tests/unit"]),
@@ -52,10 +54,11 @@ ROOMS = [
     ("examples", ["examples/*"], ["include"]),
     # info and compile look at what no class tells, as the program's commands do.
     ("python system", ["python/src/system.cpp"], ["include", "src", "python"]),
+    ("python drafter", ["python/src/drafter.cpp"], ["include", "drafter", "python"]),  # what tests look at
     ("python", ["python/src/*"], ["include"]),
 ]
 GROUPS = {
-    "include": ["status.h", "tensor.h", "gemm.h", "kda.h", "logits.h"],
+    "include": ["status.h", "tensor.h", "gemm.h", "kda.h", "logits.h", "drafter_config.h", "drafter.h"],
     "src": ["core", "cuda", "jit loading", "jit", "io", "gemm plan", "gemm", "kda plan", "kda", "logits plan", "drafter",
             "measure on a GPU", "measure"],
 }

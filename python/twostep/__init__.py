@@ -6,8 +6,11 @@ CPU. PyTorch is not needed; twostep.torch routes the linears of a module tree he
 
 from twostep._twostep import (
     DeviceFacts,
+    DraftBatch,
     DraftGemm,
+    DrafterWeights,
     DraftLogits,
+    DsparkDrafter,
     LogitsStage,
     Options,
     PackedWeight,
@@ -31,8 +34,11 @@ from twostep.kda import PreparedKda
 __version__ = info()["version"]
 __all__ = [
     "DeviceFacts",
+    "DraftBatch",
     "DraftGemm",
     "DraftLogits",
+    "DrafterWeights",
+    "DsparkDrafter",
     "Error",
     "LogitsStage",
     "Options",

@@ -30,6 +30,10 @@ void check_shard(const DrafterConfig& config, int tp, int rank) {
 
 std::string StepLinear::label() const { return layer < 0 ? name : fmt::format("layers.{}.{}", layer, name); }
 
+std::int64_t context_shard_rows(const DrafterConfig& config, int tp) {
+  return 8 * ((config.hidden_size + 8 * tp - 1) / (8 * tp));
+}
+
 std::vector<StepLinear> draft_linears(const DrafterConfig& c, int tp, int rank) {
   check_shard(c, tp, rank);
   std::vector<StepLinear> list;
@@ -47,9 +51,8 @@ std::vector<StepLinear> draft_linears(const DrafterConfig& c, int tp, int rank) 
     return fmt::format("layers.{}.{}.weight", layer, name);
   };
 
-  // Eight rows are the grain of this split, so the last ranks may have fewer rows in the file than in the linear.
   const std::int64_t hidden = c.hidden_size;
-  const std::int64_t context_rows = 8 * ((hidden + 8 * tp - 1) / (8 * tp));
+  const std::int64_t context_rows = context_shard_rows(c, tp);
   const std::int64_t context_first = std::min(rank * context_rows, hidden);
   add("context_proj", -1, c.num_taps() * c.target_hidden_size, RowsKind::kContext,
       {{"context_proj.weight", context_first, std::min(context_rows, hidden - context_first), 0}});

@@ -37,6 +37,9 @@ struct StepLinear {
 // tp does not divide the heads, the intermediate size or vocab_size / 8, or rank is not below tp.
 std::vector<StepLinear> draft_linears(const DrafterConfig& config, int tp, int rank);
 
+// Rows of context_proj on each of tp ranks: multiples of 8, so that the last ranks may have rows of zeros.
+std::int64_t context_shard_rows(const DrafterConfig& config, int tp);
+
 // Copies rows [first_row, first_row + out.size() / k) of the linear's weight. Only these are read from the files.
 void read_rows(const StepLinear& linear, const Checkpoint& checkpoint, std::int64_t first_row,
                std::span<std::uint16_t> out);

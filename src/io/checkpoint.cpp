@@ -109,16 +109,17 @@ std::vector<ExpectedTensor> target_tensors(const DrafterConfig& c) {
           {"lm_head.weight", {c.vocab_size, c.hidden_size}, "vocab_size, hidden_size"}};
 }
 
-Checkpoint Checkpoint::open(const std::filesystem::path& folder) {
+Checkpoint Checkpoint::open(const std::filesystem::path& folder, std::string_view overrides, bool embedding_lent) {
   const auto config_file = folder / "config.json";
-  DrafterConfig config = DrafterConfig::from_json(read_text(config_file, kPlace));
+  DrafterConfig config = DrafterConfig::from_json(read_text(config_file, kPlace), overrides);
   TensorSet drafter = open_safetensors_folder(folder);
   const auto target_file = folder / "target.safetensors";
   TensorSet target = std::filesystem::exists(target_file) ? open_safetensors(target_file) : TensorSet{};
-  return Checkpoint(std::move(config), std::move(drafter), std::move(target), folder.string());
+  return Checkpoint(std::move(config), std::move(drafter), std::move(target), folder.string(), embedding_lent);
 }
 
-Checkpoint::Checkpoint(DrafterConfig config, TensorSet drafter, TensorSet target, std::string source)
+Checkpoint::Checkpoint(DrafterConfig config, TensorSet drafter, TensorSet target, std::string source,
+                       bool embedding_lent)
     : config_(std::move(config)), source_(std::move(source)) {
   std::vector<Status> problems;
   const auto seed = drafter.metadata.find("seed");
@@ -137,7 +138,7 @@ Checkpoint::Checkpoint(DrafterConfig config, TensorSet drafter, TensorSet target
   drafter.tensors = std::move(named);
   resolve_confidence(config_, drafter);
 
-  const bool embedding_lent = target.tensors.contains("embed_tokens.weight");
+  embedding_lent |= target.tensors.contains("embed_tokens.weight");
   const auto expected = expected_tensors(config_, !embedding_lent);
   for (const auto& tensor : expected) {
     const auto found = drafter.tensors.find(tensor.name);

@@ -4,9 +4,10 @@
 #include <cstdint>
 #include <filesystem>
 #include <string>
+#include <string_view>
 #include <vector>
 
-#include "io/drafter_config.h"
+#include "twostep/drafter_config.h"
 #include "io/safetensors.h"
 
 namespace twostep {
@@ -27,14 +28,16 @@ std::vector<ExpectedTensor> target_tensors(const DrafterConfig& config);
 class Checkpoint {
  public:
   // Opens config.json, the drafter's safetensors and, where present, target.safetensors of `folder`. Nothing is
-  // copied; pages are read when they are used.
-  static Checkpoint open(const std::filesystem::path& folder);
+  // copied; pages are read when they are used. `overrides` as DrafterConfig::from_json.
+  static Checkpoint open(const std::filesystem::path& folder, std::string_view overrides = "{}",
+                         bool embedding_lent = false);
 
   // The same from sets that are already open. A leading "model." is removed from the drafter's names. Throws one
   // Error that lists every missing, unexpected and wrongly shaped tensor, with file, offset, found and expected:
   // kDataError, or kUnsupported where dtypes or scale tensors are the only fault. An unset confidence field of
-  // the config is set as the tensors say.
-  Checkpoint(DrafterConfig config, TensorSet drafter, TensorSet target, std::string source);
+  // the config is set as the tensors say. The embedding may be missing where `embedding_lent` or `target` has it.
+  Checkpoint(DrafterConfig config, TensorSet drafter, TensorSet target, std::string source,
+             bool embedding_lent = false);
 
   const DrafterConfig& config() const { return config_; }
   const TensorSet& tensors() const { return tensors_; }  // of the drafter, and what the target lends

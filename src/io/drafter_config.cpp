@@ -1,4 +1,4 @@
-#include "io/drafter_config.h"
+#include "twostep/drafter_config.h"
 
 #include <fmt/format.h>
 

@@ -10,7 +10,7 @@
 #include <string_view>
 #include <vector>
 
-#include "io/drafter_config.h"
+#include "twostep/drafter_config.h"
 
 namespace twostep {
 

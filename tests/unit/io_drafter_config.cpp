@@ -3,7 +3,7 @@
 #include <nlohmann/json.hpp>
 #include <string>
 
-#include "io/drafter_config.h"
+#include "twostep/drafter_config.h"
 #include "io/synth.h"
 #include "twostep/status.h"
 

@@ -1,0 +1,58 @@
+// The stages of a draft step by name, with the bytes that each must read: what a measurement asks for.
+#pragma once
+
+#include <array>
+#include <cstdint>
+
+#include "drafter/step.h"
+
+namespace twostep {
+
+// In the order of a step. The same stage of all layers counts as one.
+enum class Stage : std::uint8_t {
+  kTaps,  // ingest
+  kContextProj,
+  kContextNorm,
+  kContextKv,
+  kContextCache,
+  kQueries,  // draft
+  kEmbed,
+  kQkvA,
+  kLatents,
+  kQB,
+  kAbsorb,
+  kAttention,
+  kGate,
+  kValues,
+  kOProj,
+  kNorms,
+  kGateUp,
+  kActivation,
+  kDown,
+  kLmHead,
+  kSampling,
+  kConfidence,
+  kVerify,
+};
+inline constexpr std::size_t kNumStages = 23;
+const char* stage_name(Stage stage);
+
+// Weights and cache rows that a stage must read once: `requests` of `keys` rows each; all layers together. W2 counts
+// once (drafter 9.3).
+std::int64_t stage_bytes(Stage stage, const StepModel& model, bool gate, std::int64_t requests, std::int64_t keys);
+
+// Hears of the end of each stage, in the order of the calls.
+class StageObserver {
+ public:
+  virtual ~StageObserver() = default;
+  virtual void done(Stage stage, Stream stream) = 0;
+};
+
+// Null: nobody. Not while a call is under way.
+void observe_stages(DsparkDrafter& drafter, StageObserver* observer);
+// What the last call left behind a stage, for tests: of kContextProj [rows, context width], of kValues, in the last
+// layer, [rows, heads * v], both BF16. Rows of the largest call. Other stages: kUnsupported.
+TensorView stage_result(const DsparkDrafter& drafter, Stage stage);
+const StepModel& model_of(const DsparkDrafter& drafter);
+
+}  // namespace twostep
