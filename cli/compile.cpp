@@ -22,10 +22,12 @@
 #include "core/env.h"
 #include "cuda/driver.h"
 #include "drafter/logits_plan.h"
+#include "drafter/plan.h"
 #include "gemm/contract.h"
 #include "gemm/tactics.h"
 #include "gemm/warp.h"
 #include "io/cases.h"
+#include "io/synth.h"
 #include "jit/build.h"
 #include "jit/nvrtc.h"
 #include "kda/plan.h"
@@ -207,6 +209,32 @@ void add_kda(const KdaCompileOptions& options, const DeviceFacts& facts, std::ve
         }
 }
 
+// The draft step of rank 0 of 8 of K3.1; for one architecture also that of the smallest model, with its switches on.
+void add_draft_step(const DeviceFacts& facts, std::vector<Job>* jobs) {
+  const auto add = [&](const std::string& preset, int ranks, DraftMode mode, bool switches) {
+    DrafterConfig config = synth_preset(preset);
+    if (switches) {
+      config.hidden_act = "situ";
+      config.activation_situ_linear_beta = 3;
+      config.is_neox_style = true;
+    }
+    DrafterLimits limits;
+    limits.mode = mode;
+    limits.max_len = config.max_position_embeddings;
+    limits.num_draft_tokens = preset == "tiny" ? 3 : 7;
+    if (switches) limits.draft_logits = DType::kBF16;
+    StepKernelModel model{step_model(config, limits, {ranks, 0}), switches, switches};
+    const auto requests = step_kernel_requests(model, facts.arch);
+    for (std::size_t i = 0; i < requests.size(); ++i) {
+      jobs->push_back(job_of(requests[i]));
+      jobs->back().subject = fmt::format("{} tp {}{}", preset, ranks, mode == DraftMode::kGreedy ? " greedy" : "");
+      jobs->back().smem_bytes = static_cast<int>(step_kernel_smem(static_cast<StepKernel>(i), model.model));
+    }
+  };
+  add("k3.1", 8, DraftMode::kProbabilistic, false);
+  if (facts.arch == 90) add("tiny", 1, DraftMode::kGreedy, true);
+}
+
 // The kernels and load paths that no tactic of today's tables may choose, on the first shape: with them, every
 // embedded file is compiled.
 void add_others(const CompileOptions& options, const DeviceFacts& facts, std::vector<Job>* jobs) {
@@ -224,6 +252,7 @@ void add_others(const CompileOptions& options, const DeviceFacts& facts, std::ve
   jobs->push_back(job_of(compile_request(pack_kernel_text(shape.n, shape.k, packed), facts.arch)));
   jobs->back().subject = subject_of(shape, 0);
   for (const bool cap : {false, true}) jobs->push_back(job_of(logits_request(facts.arch, cap)));
+  add_draft_step(facts, jobs);
   for (auto& request : measure_requests(arch_name(facts.arch))) jobs->push_back(job_of(std::move(request)));
   KdaCompileOptions kda;
   kda.requests = {1, 128};
@@ -238,8 +267,11 @@ void require_all_files(const std::vector<Job>& jobs) {
   for (const auto& file : embedded_kernels()) {
     if (file.name.starts_with("common/")) continue;
     const std::string line = fmt::format("#include \"{}\"", file.name);
-    const bool used = std::any_of(jobs.begin(), jobs.end(),
-                                  [&](const Job& job) { return job.request.text.find(line) != std::string::npos; });
+    const auto has_line = [&](std::string_view text) { return text.find(line) != std::string_view::npos; };
+    const auto files = embedded_kernels();  // one that another includes is compiled with it
+    const bool used =
+        std::any_of(jobs.begin(), jobs.end(), [&](const Job& job) { return has_line(job.request.text); }) ||
+        std::any_of(files.begin(), files.end(), [&](const EmbeddedText& other) { return has_line(other.text); });
     if (!used)
       fail(StatusCode::kInternal, "twostep compile", "kernels", std::string(file.name),
            "files that some kernel of --all-archs includes", "add it to add_others");

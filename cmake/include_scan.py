@@ -34,7 +34,8 @@ ROOMS = [
     ("kda plan", ["src/kda/plan.*"], ["include", "core", "kda", "cuda", "jit", "jit loading"]),
     ("kda", ["src/kda/*"], ["include", "core"]),
     ("logits plan", ["src/drafter/logits_plan.*"], ["include", "core", "drafter", "cuda", "jit", "jit loading"]),
-    ("drafter", ["src/drafter/*"], ["include", "core", "io"]),
+    ("drafter plan", ["src/drafter/plan.*"], ["include", "core", "io", "drafter", "cuda", "jit", "jit loading"]),
+    ("drafter", ["src/drafter/*"], ["include", "core", "io", "jit"]),
     ("measure on a GPU", ["src/measure/device.*", "src/measure/nvml.*", "src/measure/*_cuda.*", "src/measure/chain.*",
                           "src/measure/bench_gemm.*", "src/measure/bench_kda.*", "src/measure/tune_worker.*",
                           "src/measure/draft_layer.*"], ["include", "src"]),
@@ -45,6 +46,7 @@ ROOMS = [
     ("fake NVRTC", ["tests/unit/fake_nvrtc/*"], []),
     ("tests/unit", ["tests/unit/*"], ["include", "core", "jit", "io", "gemm", "kda", "drafter", "measure", "tests/kda",
       "tests/common"]),
+    ("tests/emulate", ["tests/emulate/*", "tests/emulate/common/*"], ["include", "core", "io", "drafter", "kernels/draft"]),
     ("tests/common", ["tests/common/*"], []),
     ("tests/kda", ["tests/kda/*"], ["include", "core", "kda"]),
     ("tests/gpu", ["tests/gpu/*"], ["include", "src", "tests/kda", "tests/common"]),
@@ -59,7 +61,8 @@ ROOMS = [
 ]
 GROUPS = {
     "include": ["status.h", "tensor.h", "gemm.h", "kda.h", "logits.h", "drafter_config.h", "drafter.h"],
-    "src": ["core", "cuda", "jit loading", "jit", "io", "gemm plan", "gemm", "kda plan", "kda", "logits plan", "drafter",
+    "src": ["core", "cuda", "jit loading", "jit", "io", "gemm plan", "gemm", "kda plan", "kda", "logits plan",
+            "drafter plan", "drafter",
             "measure on a GPU", "measure"],
 }
 # Folders that an include may be relative to, beside the file's own.

@@ -177,8 +177,9 @@ class DsparkDrafter {
   struct Impl;
   Impl& impl() const { return *impl_; }  // of the library
 
- private:
   explicit DsparkDrafter(std::unique_ptr<Impl> impl);
+
+ private:
   std::unique_ptr<Impl> impl_;
 };
 

@@ -140,6 +140,13 @@ __device__ inline void load_matrices(u32 (&r)[4], u32 address) {
                : "r"(address)
                : "memory");
 }
+// The same with each matrix transposed: of rows that are its columns.
+__device__ inline void load_matrices_transposed(u32 (&r)[4], u32 address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(address)
+               : "memory");
+}
 // Two 8 x 8 matrices of BF16 to rows that are their columns; lane i % 16 gives the address of column i % 8 of matrix
 // i / 8.
 __device__ inline void store_matrices_transposed(u32 address, u32 a, u32 b) {
@@ -156,6 +163,8 @@ __device__ inline void mma_16x8x16(float (&d)[4], const u32 (&a)[4], u32 b0, u32
 }
 
 // ---- Vector access and conversion
+
+__device__ inline float infinity() { return __uint_as_float(0x7f800000u); }
 
 __device__ inline float4 load_shared_float4(u32 address) {
   float4 v;

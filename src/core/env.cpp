@@ -18,9 +18,10 @@ void refuse(const char* name, const std::string& value, const char* accepted) {
   log_warn(std::string(name) + "=" + value + " is ignored; accepted: " + accepted);
 }
 
-bool flag_of(const char* name) {
+bool flag_of(const char* name, bool otherwise = true) {
   const std::string value = text_of(name);
-  if (value.empty() || value == "1") return true;
+  if (value.empty()) return otherwise;
+  if (value == "1") return true;
   if (value != "0") refuse(name, value, "0, 1");
   return value != "0";
 }
@@ -49,12 +50,13 @@ Environment read() {
   env.cache = flag_of("TWOSTEP_CACHE");
   env.jit = flag_of("TWOSTEP_JIT");
   env.warp = flag_of("TWOSTEP_WARP");
+  env.drafter_gpu = flag_of("TWOSTEP_DRAFTER_GPU", false);
   env.nvrtc = text_of("TWOSTEP_NVRTC");
   env.cublaslt = text_of("TWOSTEP_CUBLASLT");
   env.log_level = text_of("TWOSTEP_LOG");
   env.threads = count_of("TWOSTEP_THREADS");
-  for (const char* name : {"TWOSTEP_CACHE_DIR", "TWOSTEP_CACHE", "TWOSTEP_JIT", "TWOSTEP_WARP", "TWOSTEP_NVRTC",
-                           "TWOSTEP_CUBLASLT", "TWOSTEP_LOG", "TWOSTEP_THREADS"})
+  for (const char* name : {"TWOSTEP_CACHE_DIR", "TWOSTEP_CACHE", "TWOSTEP_JIT", "TWOSTEP_WARP", "TWOSTEP_DRAFTER_GPU",
+                           "TWOSTEP_NVRTC", "TWOSTEP_CUBLASLT", "TWOSTEP_LOG", "TWOSTEP_THREADS"})
     if (const char* value = std::getenv(name)) env.set.emplace_back(name, value);
   return env;
 }

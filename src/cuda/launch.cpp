@@ -41,6 +41,7 @@ void launch(const Launch& what, Stream stream, void** arguments) {
   LaunchConfig config;
   config.grid_x = what.grid_x;
   config.grid_y = what.grid_y;
+  config.grid_z = what.grid_z;
   config.block_x = what.block;
   config.shared_bytes = what.smem_bytes;
   config.stream = static_cast<CUstream>(stream.handle);

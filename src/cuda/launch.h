@@ -11,6 +11,7 @@ struct Launch {
   CUfunction function = nullptr;
   std::uint32_t grid_x = 1;
   std::uint32_t grid_y = 1;
+  std::uint32_t grid_z = 1;
   std::uint32_t block = 1;       // threads
   std::uint32_t cluster_x = 1;   // CTAs of a cluster along x
   std::uint32_t smem_bytes = 0;  // dynamic

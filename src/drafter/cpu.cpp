@@ -46,8 +46,8 @@ class CpuPhases final : public StepPhases {
   }
   void upload(void* to, const void* from, std::size_t bytes) override { std::memcpy(to, from, bytes); }
 
-  void prepare(const StepModel& model, const StepWeights& weights, const StepBuffers& buffers,
-               const CacheShape& cache) override {
+  void prepare(const StepModel& model, const StepWeights& weights, const StepBuffers& buffers, const CacheShape& cache,
+               std::int64_t) override {
     m_ = model;
     w_ = weights;
     b_ = buffers;
@@ -226,7 +226,7 @@ class CpuPhases final : public StepPhases {
   // ---- Sampling
 
   void sample(const StepBatch& batch, Stream) override {
-    const MarkovHead head{w_.markov_w2, m_.shard_vocab, m_.markov_rank, m_.logit_scale};
+    const MarkovHead head{w_.markov_w2, m_.shard_vocab, m_.markov_rank, m_.logit_scale, m_.first_token};
     const DType dtype = m_.draft_logits_bf16 ? DType::kBF16 : DType::kF32;
     for (std::int64_t r = 0; r < batch.requests; ++r) {
       std::int32_t previous = b_.ids[r * m_.k];
@@ -241,12 +241,11 @@ class CpuPhases final : public StepPhases {
           out = {static_cast<std::byte*>(b_.draft_logits) +
                      static_cast<std::size_t>(row * m_.shard_vocab) * dtype_size(dtype),
                  dtype};
-        const Pick pick =
-            pick_draft(head, w_.markov_w1 + previous * m_.markov_rank, {b_.base + row * m_.shard_vocab, DType::kBF16},
-                       m_.probabilistic ? batch.temperature[r] : 0, key_of(batch, r, i), out);
+        const Pick pick = pick_draft(head, w_.markov_w1 + previous * m_.markov_rank,
+                                     RowView{b_.base + row * m_.shard_vocab, DType::kBF16},
+                                     m_.probabilistic ? batch.temperature[r] : 0, key_of(batch, r, i), out);
         if (pick.nonfinite) b_.status[r] |= kNonFinite;
-        previous = static_cast<std::int32_t>(m_.first_token + pick.token);
-        b_.tokens[row] = previous;
+        previous = b_.tokens[row] = pick.token;
       }
     }
   }

@@ -14,10 +14,10 @@
 
 namespace twostep {
 
-#if !TWOSTEP_DRAFTER_CUDA
+#if !TWOSTEP_CUDA
 std::unique_ptr<StepPhases> make_cuda_phases(Device device) {
-  fail(StatusCode::kUnsupported, "drafter.prepare", "device", to_string(device), "cpu",
-       "the draft step has no GPU kernels yet: DraftGemm, DraftLogits and PreparedKda have");
+  fail(StatusCode::kUnavailable, "drafter.prepare", "device", to_string(device), "cpu",
+       "this build has no GPU rooms: build with TWOSTEP_CUDA=ON");
 }
 #endif
 
@@ -67,7 +67,7 @@ std::vector<float> as_floats(const StoredTensor& tensor) {
 struct DsparkDrafter::Impl {
   Impl(const DrafterWeights& drafter_weights, const DrafterLimits& limits, const DrafterTarget& target,
        const DrafterMemory& memory, Device where, DrafterShard drafter_shard,
-       const std::function<void(std::uint64_t, std::uint64_t)>& progress)
+       const std::function<void(std::uint64_t, std::uint64_t)>& progress, std::unique_ptr<StepPhases> given = {})
       : files(drafter_weights), device(where), shard(drafter_shard), report(progress) {
     const DrafterConfig& config = files.config();
     check_target(config, target);
@@ -84,11 +84,11 @@ struct DsparkDrafter::Impl {
       for (const auto& part : linear.parts) (void)files.checkpoint().tensor(part.tensor);
     if (!memory.embed_tokens) (void)files.checkpoint().tensor("embed_tokens.weight");
 
-    phases = device.is_cuda() ? make_cuda_phases(device) : make_cpu_phases();
+    phases = given ? std::move(given) : device.is_cuda() ? make_cuda_phases(device) : make_cpu_phases();
     bytes_in_all = bytes_to_load(!memory.embed_tokens);
     load(memory);
     make_buffers();
-    phases->prepare(m, weights, buffers, cache);
+    phases->prepare(m, weights, buffers, cache, contract.limits.request_counts.back());
     prepare_linears();
   }
 
@@ -394,6 +394,17 @@ struct DsparkDrafter::Impl {
 };
 
 void observe_stages(DsparkDrafter& drafter, StageObserver* observer) { drafter.impl().observer = observer; }
+DsparkDrafter prepare_on(std::unique_ptr<StepPhases> phases, const DrafterWeights& weights, const DrafterLimits& limits,
+                         const DrafterTarget& target, const DrafterMemory& memory, DrafterShard shard) {
+  return DsparkDrafter(std::make_unique<DsparkDrafter::Impl>(weights, limits, target, memory, Device::cpu(), shard,
+                                                             std::function<void(std::uint64_t, std::uint64_t)>(),
+                                                             std::move(phases)));
+}
+void sample_again(DsparkDrafter& drafter, const DraftBatch& batch) {
+  StepBatch step;
+  throw_if_error(check_batch(drafter.impl().contract, batch, "drafter.draft", &step));
+  drafter.impl().phases->sample(step, {});
+}
 TensorView stage_result(const DsparkDrafter& drafter, Stage stage) {
   const DsparkDrafter::Impl& impl = drafter.impl();
   const StepBuffers& b = impl.buffers;

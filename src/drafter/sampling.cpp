@@ -9,7 +9,7 @@ namespace {
 
 constexpr std::int64_t kTile = 256;  // tokens per piece of work; a multiple of Philox's four
 constexpr std::int64_t kLanes = 8;
-constexpr std::int64_t kParallelFrom = 1 << 18;  // multiply-adds, about 0.1 ms of one core
+constexpr std::int64_t kParallelFrom = 1 << 18;  // multiply-adds, 0.06 ms of one EPYC core
 
 // Of two pieces of a row. Total order, so the pieces may meet in any order.
 Best better(const Best& a, const Best& b) {
@@ -53,7 +53,7 @@ Best draw(const float* logits, std::int64_t first, std::int64_t count, float z, 
 
 }  // namespace
 
-Pick pick_draft(const MarkovHead& head, const std::uint16_t* e, Row base, float temperature, const DrawKey& key,
+Pick pick_draft(const MarkovHead& head, const std::uint16_t* e, RowView base, float temperature, const DrawKey& key,
                 OutRow out) {
   const auto best_of_tile = [&](std::int64_t first) {
     const std::int64_t count = std::min(kTile, head.vocab - first);
@@ -62,7 +62,8 @@ Pick pick_draft(const MarkovHead& head, const std::uint16_t* e, Row base, float 
       const float bias = head.logit_scale * dot(head.w2 + (first + i) * head.rank, e, head.rank);
       logits[i] = out.keep(first + i, base[first + i] + bias);
     }
-    return is_greedy(temperature) ? largest(logits, first, count) : draw(logits, first, count, 1 / temperature, key);
+    const std::int64_t token = head.first_token + first;
+    return is_greedy(temperature) ? largest(logits, token, count) : draw(logits, token, count, 1 / temperature, key);
   };
   Best best;
   if (head.vocab * head.rank < kParallelFrom) {  // no team, and not the lock by which its parts meet
@@ -71,7 +72,7 @@ Pick pick_draft(const MarkovHead& head, const std::uint16_t* e, Row base, float 
 #pragma omp parallel for schedule(static) reduction(better : best)
     for (std::int64_t first = 0; first < head.vocab; first += kTile) best = better(best, best_of_tile(first));
   }
-  return best.token < 0 ? Pick{0, true} : Pick{best.token, false};
+  return best.token < 0 ? Pick{static_cast<std::int32_t>(head.first_token), true} : Pick{best.token, false};
 }
 
 float confidence(const ConfidenceHead& head, const std::uint16_t* h, const std::uint16_t* e, float temperature) {

@@ -14,7 +14,7 @@
 namespace twostep {
 
 // FP32 or BF16 values side by side.
-struct Row {
+struct RowView {
   const void* data = nullptr;
   DType dtype = DType::kF32;
 
@@ -56,6 +56,7 @@ struct MarkovHead {
   std::int64_t vocab = 0;             // below 2^31
   std::int64_t rank = 0;              // a multiple of 8
   float logit_scale = 1;
+  std::int64_t first_token = 0;  // id of row 0 where the rows are one rank's; a multiple of 4
 };
 
 struct Pick {
@@ -71,11 +72,11 @@ struct Pick {
 //        law of x. Greedy draft mode is temperature 0 and no out.
 // G(v) is Gumbel noise of kDraftStream at `key`, whose position is s_i. Spread over OpenMP's threads where V is large;
 // the bits of out and x do not depend on their number.
-Pick pick_draft(const MarkovHead& head, const std::uint16_t* e, Row base, float temperature, const DrawKey& key,
+Pick pick_draft(const MarkovHead& head, const std::uint16_t* e, RowView base, float temperature, const DrawKey& key,
                 OutRow out = {});
 
 struct ConfidenceHead {
-  Row weight;               // [hidden + rank]
+  RowView weight;           // [hidden + rank]
   std::int64_t hidden = 0;  // a multiple of 8
   std::int64_t rank = 0;    // a multiple of 8; 0: no Markov input
   float bias = 0;

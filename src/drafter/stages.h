@@ -48,6 +48,11 @@ class StageObserver {
   virtual void done(Stage stage, Stream stream) = 0;
 };
 
+// DsparkDrafter::prepare over phases that are given, on host memory; and its sampling once more: for tests.
+DsparkDrafter prepare_on(std::unique_ptr<StepPhases> phases, const DrafterWeights& weights, const DrafterLimits& limits,
+                         const DrafterTarget& target, const DrafterMemory& memory, DrafterShard shard);
+void sample_again(DsparkDrafter& drafter, const DraftBatch& batch);
+
 // Null: nobody. Not while a call is under way.
 void observe_stages(DsparkDrafter& drafter, StageObserver* observer);
 // What the last call left behind a stage, for tests: of kContextProj [rows, context width], of kValues, in the last

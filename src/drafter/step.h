@@ -164,7 +164,7 @@ class StepPhases {
   virtual void upload(void* to, const void* from, std::size_t bytes) = 0;
   // After all weights and buffers have their addresses.
   virtual void prepare(const StepModel& model, const StepWeights& weights, const StepBuffers& buffers,
-                       const CacheShape& cache) = 0;
+                       const CacheShape& cache, std::int64_t max_requests) = 0;
 
   // ---- ingest
   virtual void gather_taps(const StepBatch& batch, const Tap* taps, Stream stream) = 0;  // C0: copy, or fc_norm

@@ -11,7 +11,7 @@ namespace {
 
 constexpr double kNever = -std::numeric_limits<double>::infinity();  // the logarithm of 0
 
-Row row_of(const TensorView& rows, std::int64_t i) {
+RowView row_of(const TensorView& rows, std::int64_t i) {
   const std::int64_t bytes = i * rows.stride[0] * static_cast<std::int64_t>(dtype_size(rows.dtype));
   return {static_cast<const std::byte*>(rows.data) + bytes, rows.dtype};
 }
@@ -19,7 +19,7 @@ Row row_of(const TensorView& rows, std::int64_t i) {
 // A law over tokens, as logarithms.
 struct Law {
   std::int32_t token = -1;  // where the row has no data, all is on this one; -1: on none
-  Row row = {};
+  RowView row = {};
   float z = 1;
   double log_sum = 0;  // log of the sum of exp(row * z)
 
@@ -30,13 +30,13 @@ struct Law {
   }
 };
 
-Best largest(Row row, float z, std::int64_t vocab) {
+Best largest(RowView row, float z, std::int64_t vocab) {
   Best best;
   for (std::int64_t v = 0; v < vocab; ++v) best.consider(row[v] * z, v);
   return best;
 }
 
-Law softmax(Row row, float z, std::int64_t vocab) {
+Law softmax(RowView row, float z, std::int64_t vocab) {
   const Best best = largest(row, z, vocab);
   if (!std::isfinite(best.score)) return {std::max(best.token, 0)};
   double sum = 0;
@@ -75,9 +75,10 @@ class Verification {
 
   // The largest i whose draft passes, so failures do not end the walk.
   Walk block() const {
+    if (drafts_ == 0) return {};
     Walk kept;
     double prefix = 0;
-    Law p = drafts_ > 0 ? target(0) : Law{}, q = drafts_ > 0 ? draft(0) : Law{};
+    Law p = target(0), q = draft(0);
     for (int i = 1; i <= drafts_; ++i) {
       const std::int32_t x = r_.drafts[i - 1];
       prefix = log_prefix(prefix, p.log(x), q.log(x));
@@ -106,7 +107,7 @@ class Verification {
   std::int32_t argmax(int i) const { return std::max(largest(row_of(r_.target, i), 1, vocab_).token, 0); }
 
   bool nonfinite(int i) const {
-    const Row row = row_of(r_.target, i);
+    const RowView row = row_of(r_.target, i);
     std::int64_t v = 0;
     while (v < vocab_ && !(row[v] > kNever)) ++v;
     return v == vocab_;
@@ -147,7 +148,7 @@ class Verification {
   const VerifyRequest& r_;
   const int drafts_;  // k_r
   const std::int64_t vocab_;
-  const float z_;
+  const float z_;  // of the drafts
 };
 
 int leading_valid(const VerifyRequest& request) {

@@ -1,0 +1,79 @@
+// Ingest, beside its two linears: taps side by side (C0), the norm between the linears (C2), rows of the latent cache
+// (C4, C5). Spec: drafter 5.4. PDL: all of them read what the kernel before wrote, and nothing else early.
+#pragma once
+
+#include "draft/row.cuh"
+
+namespace twostep::draft {
+
+// Taps of the caller, rows `stride` elements apart.
+template <int kTaps>
+struct TapList {
+  const u16* data[kTaps];
+  i64 stride[kTaps];
+};
+
+// out[row, tap] = tap's row, or its RMSNorm.   out [T, kTaps * kTargetHidden]
+// Grid (rows, kTaps), block kRowThreads. With the norm, rows of taps are 16-byte aligned where kNorm says so; the copy
+// takes any alignment.
+template <class Model>
+__device__ inline void gather_taps(const TapList<Model::kTaps>& taps, const float* norm, u16* out) {
+  pdl_wait();
+  pdl_launch();
+  const i64 row = blockIdx.x;
+  const int tap = blockIdx.y;
+  const u16* from = taps.data[tap] + row * taps.stride[tap];
+  u16* to = out + (row * Model::kTaps + tap) * Model::kTargetHidden;
+  for (int i = threadIdx.x; i < Model::kTargetHidden; i += kRowThreads) to[i] = from[i];
+  if (!Model::kFcNorm) return;
+  __shared__ float parts[kRowThreads / kWarp];
+  __syncthreads();  // the copy is complete: the norm reads it with wider loads
+  rms_norm<Model::kTargetHidden, kRowThreads>(to, norm + tap * Model::kTargetHidden, Model::kEps, to, parts);
+}
+
+// out[row] = RMSNorm(x[row]).   x rows x_stride elements apart, a multiple of 8.   Grid rows, block kRowThreads.
+template <class Model>
+__device__ inline void norm_context(const u16* x, i64 x_stride, const float* norm, u16* out) {
+  __shared__ float parts[kRowThreads / kWarp];
+  pdl_wait();
+  pdl_launch();
+  const i64 row = blockIdx.x;
+  rms_norm<Model::kHidden, kRowThreads>(x + row * x_stride, norm, Model::kEps, out + row * Model::kHidden, parts);
+}
+
+// Cache rows of all layers.   kv [T, kLayers * kCacheWidth]; caches[layer] the cache's start; norms [kLayers][kKvLora].
+// Grid (T, kLayers), block kRowThreads. Rejected rows and rows of no request write nothing; a row whose page or
+// position is bad sets its request's bit.
+template <class Model>
+__device__ inline void cache_context(const Batch& batch, const u16* kv, u16* const* caches, const float* const* norms,
+                                     Cache cache, const float* frequency, i32* status) {
+  __shared__ float parts[kRowThreads / kWarp];
+  pdl_wait();
+  pdl_launch();
+  const i64 row = blockIdx.x;
+  const int layer = blockIdx.y;
+  i64 r = 0;
+  while (r < batch.requests && !(batch.row_start[r] <= row && row < batch.row_start[r + 1])) ++r;
+  if (r == batch.requests) return;
+  const Rows rows = rows_of(batch, r);
+  if (!rows.good || row >= rows.first + rows.valid) return;
+  const i64 position = batch.positions[row];
+  const bool in_range = position >= 0 && position < Model::kMaxLen;
+  const i64 at = in_range ? row_offset<Model>(batch, cache, r, position) : -1;
+  if (at < 0) {
+    if (threadIdx.x == 0 && layer == 0) atomicOr(status + r, in_range ? kBadPage : kBadInput);
+    return;
+  }
+  write_latent<Model, kRowThreads>(kv + (row * Model::kLayers + layer) * Model::kCacheWidth, norms[layer], frequency,
+                                   position, caches[layer] + at, parts);
+}
+
+// Before cache_context: each request's status starts anew.   Grid 1, block kRowThreads.
+__device__ inline void begin_ingest(const Batch& batch, i32* status) {
+  pdl_wait();
+  pdl_launch();
+  for (i64 r = threadIdx.x; r < batch.requests; r += kRowThreads)
+    status[r] = batch.request[r] >= 0 && !rows_of(batch, r).good ? kBadInput : 0;
+}
+
+}  // namespace twostep::draft

@@ -1,0 +1,371 @@
+#include "drafter/device_phases.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <array>
+#include <vector>
+
+#include "core/check.h"
+
+namespace twostep {
+namespace {
+
+// Of kernels/draft, asserted in the text of each kernel that uses them.
+constexpr std::int64_t kRowThreads = 256, kMergeThreads = 128, kVerifyThreads = 512, kActivateColumns = 256;
+constexpr std::int64_t kQueryRows = 32, kKeys = 64;                               // attention.cuh
+constexpr std::int64_t kAbsorbColumns = 64, kValueColumns = 32, kBlockRows = 16;  // block.cuh
+constexpr std::int64_t kSampleWarps = 8;                                          // sample.cuh
+constexpr std::int64_t kCtasPerSm = 2;                                            // of pick
+
+std::int64_t pieces(std::int64_t size, std::int64_t piece) { return (size + piece - 1) / piece; }
+
+struct KernelText {
+  const char* name;
+  const char* file;
+  const char* parameters;
+  const char* call;
+  std::int64_t threads;
+  const char* asserts = "true";
+};
+
+const KernelText& text_of(StepKernel kernel) {
+  static constexpr std::array<KernelText, kNumStepKernels> kTexts = {{
+      {"gather_taps", "context", "const TapList<Model::kTaps> taps, const float* norm, u16* out",
+       "gather_taps<Model>(taps, norm, out)", kRowThreads, "kRowThreads == 256"},
+      {"norm_context", "context", "const u16* x, i64 x_stride, const float* norm, u16* out",
+       "norm_context<Model>(x, x_stride, norm, out)", kRowThreads, "kRowThreads == 256"},
+      {"begin_ingest", "context", "Batch batch, i32* status", "begin_ingest(batch, status)", kRowThreads,
+       "kRowThreads == 256"},
+      {"cache_context", "context",
+       "Batch batch, const u16* kv, u16* const* caches, const float* const* norms, Cache cache, const float* "
+       "frequency, "
+       "i32* status",
+       "cache_context<Model>(batch, kv, caches, norms, cache, frequency, status)", kRowThreads, "kRowThreads == 256"},
+      {"queries", "block", "Batch batch, Cache cache, i32* ids, i64* position, i64* end, i64* first, i32* status",
+       "queries<Model>(batch, cache, ids, position, end, first, status)", kRowThreads, "kRowThreads == 256"},
+      {"embed", "block", "const i32* ids, const u16* table, i64 table_stride, const float* norm, u16* residual, u16* x",
+       "embed<Model>(ids, table, table_stride, norm, residual, x)", kRowThreads, "kRowThreads == 256"},
+      {"add_norm", "block", "const u16* o, const float* norm, u16* residual, u16* out",
+       "add_norm<Model>(o, norm, residual, out)", kRowThreads, "kRowThreads == 256"},
+      {"latents", "block",
+       "Batch batch, const u16* qkv, const i64* position, const float* q_norm, const float* kv_norm, const float* "
+       "frequency, Cache cache, u16* q",
+       "latents<Model>(batch, qkv, position, q_norm, kv_norm, frequency, cache, q)", kRowThreads, "kRowThreads == 256"},
+      {"absorb", "block",
+       "const u16* q, const u16* kv_b, const i64* position, const float* frequency, i64 rows, u16* out",
+       "absorb<Model>(q, kv_b, position, frequency, rows, out)", 256, "kAbsorbColumns == 64 && kBlockRows == 16"},
+      {"attend", "attention",
+       "Batch batch, const u16* q, const i64* position, const i64* end, Cache cache, i64 window, int splits, u16* o, "
+       "float* sums, float* stats",
+       "extern __shared__ uint4 memory[];\n  attend<Model, false>(batch, q, position, end, cache, window, splits, o, "
+       "sums, stats, memory)",
+       256, "kQueryRows == 32 && kKeys == 64 && kAttendThreads == 256"},
+      {"attend_causal", "attention",
+       "Batch batch, const u16* q, const i64* position, const i64* end, Cache cache, i64 window, int splits, u16* o, "
+       "float* sums, float* stats",
+       "extern __shared__ uint4 memory[];\n  attend<Model, true>(batch, q, position, end, cache, window, splits, o, "
+       "sums, stats, memory)",
+       256, "kQueryRows == 32 && kKeys == 64 && kAttendThreads == 256"},
+      {"merge", "attention", "const float* sums, const float* stats, int splits, u16* o",
+       "merge<Model>(sums, stats, splits, o)", kMergeThreads},
+      {"values", "block", "const u16* o, const u16* kv_b, const u16* gate, i64 rows, u16* out",
+       "values<Model>(o, kv_b, gate, rows, out)", 256, "kValueColumns == 32 && kBlockRows == 16"},
+      {"activate", "block", "const u16* gate_up, u16* out", "activate<Model>(gate_up, out)", kActivateColumns},
+      {"pick", "sample", "Batch batch, Sampling sampling, int i", "pick<Model>(batch, sampling, i)", 256,
+       "kSampleThreads == 256"},
+      {"finish", "sample",
+       "Batch batch, Sampling sampling, int ctas, const u16* hidden, const float* weight, const float* calibration, "
+       "float* confidence, float* survival",
+       "finish<Model>(batch, sampling, ctas, hidden, weight, calibration, confidence, survival)", 256,
+       "kSampleThreads == 256"},
+      {"row_statistics", "verify", "Batch batch, Verify verify", "row_statistics<Model>(batch, verify)", kVerifyThreads,
+       "kVerifyThreads == 512"},
+      {"residual_mass", "verify", "Batch batch, Verify verify", "residual_mass<Model>(batch, verify)", kVerifyThreads,
+       "kVerifyThreads == 512"},
+      {"decide", "verify", "Batch batch, Verify verify", "decide<Model>(batch, verify)", kVerifyThreads,
+       "kVerifyThreads == 512"},
+  }};
+  return kTexts[static_cast<std::size_t>(kernel)];
+}
+
+// The launches of a step. Buffers of its own: parts of the attention, bests of the picks, statistics of the rows.
+class DevicePhases final : public StepPhases {
+ public:
+  explicit DevicePhases(std::unique_ptr<StepLauncher> launcher) : launcher_(std::move(launcher)) {}
+
+  void* allocate(std::size_t bytes) override { return launcher_->allocate(bytes); }
+  void upload(void* to, const void* from, std::size_t bytes) override { launcher_->upload(to, from, bytes); }
+
+  void prepare(const StepModel& model, const StepWeights& weights, const StepBuffers& buffers, const CacheShape& cache,
+               std::int64_t max_requests) override {
+    m_ = model;
+    w_ = weights;
+    b_ = buffers;
+    cache_ = cache;
+    launcher_->load({model, buffers.gate != nullptr, weights.fc_norm != nullptr});
+
+    std::vector<std::uint16_t*> caches;
+    std::vector<const float*> norms;
+    for (const LayerWeights& layer : w_.layers) {
+      caches.push_back(layer.cache);
+      norms.push_back(layer.kv_norm);
+    }
+    caches_ = copy(caches);
+    norms_ = copy(norms);
+    taps_.resize(static_cast<std::size_t>(2 * m_.taps));
+
+    std::int64_t parts = 0;
+    for (std::int64_t r = 1; r <= max_requests; ++r) parts = std::max(parts, r * splits_of(r));
+    const std::int64_t rows = m_.k * m_.heads;
+    sums_ = static_cast<float*>(allocate(static_cast<std::size_t>(parts * rows * m_.kv_lora) * sizeof(float)));
+    stats_ = static_cast<float*>(allocate(static_cast<std::size_t>(2 * parts * rows) * sizeof(float)));
+    ctas_ =
+        static_cast<std::int32_t>(std::min(kCtasPerSm * launcher_->sm_count(), pieces(m_.shard_vocab, kSampleWarps)));
+    const auto requests = static_cast<std::size_t>(max_requests);
+    sampling_ = {
+        b_.base,
+        w_.markov_w1,
+        w_.markov_w2,
+        b_.ids,
+        b_.first_position,
+        b_.draft_logits,
+        static_cast<DeviceBest*>(allocate(2 * requests * static_cast<std::size_t>(ctas_) * sizeof(DeviceBest))),
+        b_.tokens,
+        b_.status};
+    const auto k = static_cast<std::size_t>(m_.k);
+    masses_ = static_cast<double*>(allocate(requests * k * sizeof(double)));
+    row_stats_ = static_cast<DeviceRowStats*>(allocate(requests * (2 * k + 1) * sizeof(DeviceRowStats)));
+  }
+
+  // ---- ingest
+
+  void gather_taps(const StepBatch& batch, const Tap* taps, Stream stream) override {
+    const auto count = static_cast<std::size_t>(m_.taps);
+    for (std::size_t i = 0; i < count; ++i) {
+      taps_[i] = reinterpret_cast<std::uint64_t>(taps[i].data);
+      taps_[count + i] = static_cast<std::uint64_t>(taps[i].stride);
+    }
+    void* arguments[] = {taps_.data(), &w_.fc_norm, &b_.taps};
+    launch(StepKernel::kGatherTaps, {batch.rows, m_.taps, 1}, stream, arguments);
+  }
+
+  void norm_context(const StepBatch& batch, Stream stream) override {
+    void* arguments[] = {&b_.context, &b_.context_width, &w_.context_norm, &b_.context_normed};
+    launch(StepKernel::kNormContext, {batch.rows, 1, 1}, stream, arguments);
+  }
+
+  void cache_context(const StepBatch& batch, Stream stream) override {
+    StepBatch on_device = batch;
+    DeviceCache cache = cache_of(nullptr);
+    void* begin[] = {&on_device, &b_.status};
+    launch(StepKernel::kBeginIngest, {1, 1, 1}, stream, begin);
+    void* arguments[] = {&on_device, &b_.context_kv, &caches_, &norms_, &cache, &w_.inverse_frequency, &b_.status};
+    launch(StepKernel::kCacheContext, {batch.rows, m_.layers, 1}, stream, arguments);
+  }
+
+  // ---- draft
+
+  void queries(const StepBatch& batch, Stream stream) override {
+    StepBatch on_device = batch;
+    DeviceCache cache = cache_of(nullptr);
+    void* arguments[] = {&on_device, &cache, &b_.ids, &b_.sequence_position, &b_.end, &b_.first_position, &b_.status};
+    launch(StepKernel::kQueries, {batch.requests, 1, 1}, stream, arguments);
+  }
+
+  void embed(const StepBatch& batch, Stream stream) override {
+    void* arguments[] = {&b_.ids, &w_.embed, &w_.embed_stride, &w_.layers[0].input_norm, &b_.residual, &b_.x};
+    launch(StepKernel::kEmbed, {batch.requests * m_.k, 1, 1}, stream, arguments);
+  }
+
+  void latents(const StepBatch& batch, std::size_t layer, Stream stream) override {
+    StepBatch on_device = batch;
+    LayerWeights& w = w_.layers[layer];
+    DeviceCache cache = cache_of(w.cache);
+    void* arguments[] = {&on_device, &b_.qkv,   &b_.sequence_position, &w.q_norm, &w.kv_norm, &w_.inverse_frequency,
+                         &cache,     &b_.q_lora};
+    launch(StepKernel::kLatents, {batch.requests * m_.k, 2, 1}, stream, arguments);
+  }
+
+  void absorb(const StepBatch& batch, std::size_t layer, Stream stream) override {
+    std::int64_t rows = batch.requests * m_.k;
+    void* arguments[] = {&b_.q,       &w_.layers[layer].kv_b, &b_.sequence_position, &w_.inverse_frequency, &rows,
+                         &b_.q_latent};
+    launch(StepKernel::kAbsorb, {pieces(m_.kv_lora, kAbsorbColumns), m_.heads, pieces(rows, kBlockRows)}, stream,
+           arguments);
+  }
+
+  void attend(const StepBatch& batch, std::size_t layer, Stream stream) override {
+    StepBatch on_device = batch;
+    LayerWeights& w = w_.layers[layer];
+    DeviceCache cache = cache_of(w.cache);
+    auto splits = static_cast<std::int32_t>(splits_of(batch.requests));
+    void* arguments[] = {&on_device, &b_.q_latent, &b_.sequence_position, &b_.end, &cache,
+                         &w.window,  &splits,      &b_.attended,          &sums_,  &stats_};
+    launch(w.causal ? StepKernel::kAttendCausal : StepKernel::kAttend,
+           {pieces(m_.k * m_.heads, kQueryRows), splits, batch.requests}, stream, arguments);
+    if (splits == 1) return;
+    void* parts[] = {&sums_, &stats_, &splits, &b_.attended};
+    launch(StepKernel::kMerge, {m_.k * m_.heads, batch.requests, 1}, stream, parts);
+  }
+
+  void values(const StepBatch& batch, std::size_t layer, Stream stream) override {
+    std::int64_t rows = batch.requests * m_.k;
+    void* arguments[] = {&b_.attended, &w_.layers[layer].kv_b, &b_.gate, &rows, &b_.values};
+    launch(StepKernel::kValues, {pieces(m_.v, kValueColumns), m_.heads, pieces(rows, kBlockRows)}, stream, arguments);
+  }
+
+  void add_norm(const StepBatch& batch, const float* weight, std::uint16_t* out, Stream stream) override {
+    void* arguments[] = {&b_.o, &weight, &b_.residual, &out};
+    launch(StepKernel::kAddNorm, {batch.requests * m_.k, 1, 1}, stream, arguments);
+  }
+
+  void activate(const StepBatch& batch, Stream stream) override {
+    void* arguments[] = {&b_.gate_up, &b_.inner};
+    launch(StepKernel::kActivate, {pieces(m_.inner, kActivateColumns), batch.requests * m_.k, 1}, stream, arguments);
+  }
+
+  void sample(const StepBatch& batch, Stream stream) override {
+    StepBatch on_device = batch;
+    for (std::int32_t i = 0; i < m_.k; ++i) {
+      void* arguments[] = {&on_device, &sampling_, &i};
+      launch(StepKernel::kPick, {ctas_, 1, 1}, stream, arguments);
+    }
+    void* arguments[] = {&on_device,     &sampling_,      &ctas_,         &b_.hidden,
+                         &w_.confidence, &w_.calibration, &b_.confidence, &b_.survival};
+    launch(StepKernel::kFinish, {batch.requests, 1, 1}, stream, arguments);
+  }
+
+  void confidence(const StepBatch&, Stream) override {}  // `finish` gave it
+
+  void verify(const StepBatch& batch, const VerifyStep& v, Stream stream) override {
+    StepBatch on_device = batch;
+    const bool block = v.method == VerifyMethod::kBlock;
+    DeviceVerify what = {v.draft_ids,         v.draft_ids_stride, v.logits,  v.logits_request_stride,
+                         v.logits_row_stride, b_.draft_logits,    v.emitted, v.emitted_stride,
+                         v.accepted,          b_.first_position,  b_.status, masses_,
+                         row_stats_,          v.logits_bf16,      v.one_hot, block};
+    void* arguments[] = {&on_device, &what};
+    launch(StepKernel::kRowStatistics, {2 * m_.k + 1, batch.requests, 1}, stream, arguments);
+    if (block && !v.one_hot && m_.k > 1)
+      launch(StepKernel::kResidualMass, {m_.k - 1, batch.requests, 1}, stream, arguments);
+    launch(StepKernel::kDecide, {batch.requests, 1, 1}, stream, arguments);
+  }
+
+ private:
+  // No launch is empty: a grid must not be.
+  void launch(StepKernel kernel, Grid grid, Stream stream, void** arguments) {
+    if (grid.x > 0 && grid.y > 0 && grid.z > 0) launcher_->launch(kernel, grid, stream, arguments);
+  }
+
+  template <class T>
+  T* copy(const std::vector<T>& values) {
+    auto* to = static_cast<T*>(allocate(values.size() * sizeof(T)));
+    upload(to, values.data(), values.size() * sizeof(T));
+    return to;
+  }
+
+  DeviceCache cache_of(std::uint16_t* data) const { return {data, cache_.pages, cache_.page_rows, cache_.page_stride}; }
+
+  // Parts of the context: so many that the CTAs of one step fill the GPU once. A part shorter than a tile is empty.
+  std::int64_t splits_of(std::int64_t requests) const {
+    const std::int64_t tiles = requests * pieces(m_.k * m_.heads, kQueryRows);
+    return std::clamp<std::int64_t>(launcher_->sm_count() / tiles, 1, std::max<std::int64_t>(1, m_.max_len / kKeys));
+  }
+
+  const std::unique_ptr<StepLauncher> launcher_;
+  StepModel m_;
+  StepWeights w_;
+  StepBuffers b_;
+  CacheShape cache_;
+  std::uint16_t** caches_ = nullptr;
+  const float** norms_ = nullptr;
+  std::vector<std::uint64_t> taps_;  // TapList of kernels/draft/context.cuh: addresses, then strides
+  float* sums_ = nullptr;
+  float* stats_ = nullptr;
+  std::int32_t ctas_ = 0;  // of a pick
+  DeviceSampling sampling_{};
+  double* masses_ = nullptr;
+  DeviceRowStats* row_stats_ = nullptr;
+};
+
+}  // namespace
+
+std::string step_model_text(const StepKernelModel& what) {
+  const StepModel& m = what.model;
+  std::string text = "struct Model {\n";
+  const auto integer = [&](const char* name, std::int64_t value) {
+    text += fmt::format("  static constexpr int {} = {};\n", name, value);
+  };
+  const auto real = [&](const char* name, float value) {  // exact: in hexadecimal
+    text += fmt::format("  static constexpr float {} = {:a}f;\n", name, value);
+  };
+  const auto flag = [&](const char* name, bool value) {
+    text += fmt::format("  static constexpr bool {} = {};\n", name, value);
+  };
+  integer("kHidden", m.hidden);
+  integer("kTargetHidden", m.target_hidden);
+  integer("kTaps", m.taps);
+  integer("kLayers", m.layers);
+  integer("kHeads", m.heads);
+  integer("kQLora", m.q_lora);
+  integer("kKvLora", m.kv_lora);
+  integer("kNope", m.nope);
+  integer("kRope", m.rope);
+  integer("kV", m.v);
+  integer("kInner", m.inner);
+  integer("kVocab", m.vocab);
+  integer("kShardVocab", m.shard_vocab);
+  integer("kFirstToken", m.first_token);
+  integer("kMarkovRank", m.markov_rank);
+  integer("kMaskToken", m.mask_token);
+  integer("kMaxLen", m.max_len);
+  integer("kK", m.k);
+  integer("kCacheWidth", m.cache_width());
+  integer("kHeadWidth", m.head_width());
+  real("kEps", m.eps);
+  real("kScale", m.softmax_scale);
+  real("kRopeAmplitude", m.rope_amplitude);
+  real("kLogitScale", m.logit_scale);
+  real("kSituBeta", m.situ_beta);
+  real("kSituLinearBeta", m.situ_linear_beta);
+  flag("kNeox", m.neox);
+  flag("kSitu", m.situ);
+  flag("kGate", what.gate);
+  flag("kFcNorm", what.fc_norm);
+  flag("kProbabilistic", m.probabilistic);
+  flag("kDraftLogitsBf16", m.draft_logits_bf16);
+  flag("kConfidenceWithMarkov", m.confidence_with_markov);
+  return text + "};\n";
+}
+
+CompileRequest step_kernel_request(StepKernel kernel, const StepKernelModel& what, const std::string& arch) {
+  const StepModel& m = what.model;
+  if (m.kv_lora % 16 != 0 || m.rope % 16 != 0)
+    fail(StatusCode::kUnsupported, "drafter.prepare", "kv_lora_rank, qk_rope_head_dim",
+         fmt::format("{}, {}", m.kv_lora, m.rope), "multiples of 16 on a GPU", "run the draft step on the CPU");
+  const KernelText& text = text_of(kernel);
+  return {
+      fmt::format("draft-{}-h{}-n{}-k{}-{}", text.name, m.hidden, m.heads, m.k, arch), "kernel",
+      fmt::format("#include \"draft/{}.cuh\"\n\nnamespace twostep::draft {{\n\n{}\nstatic_assert({});\n\nextern \"C\" "
+                  "__global__ void __launch_bounds__({}, {}) kernel({}) {{\n  {};\n}}\n\n}}  // namespace "
+                  "twostep::draft\n",
+                  text.file, step_model_text(what), text.asserts, text.threads,
+                  kernel == StepKernel::kPick ? kCtasPerSm : 1, text.parameters, text.call),
+      arch, "draft-1"};
+}
+
+std::int64_t step_kernel_smem(StepKernel kernel, const StepModel& m) {
+  if (kernel != StepKernel::kAttend && kernel != StepKernel::kAttendCausal) return 0;
+  // AttendShared of kernels/draft/attention.cuh.
+  return 2 * (kQueryRows + kKeys) * (m.cache_width() + 8) + 2 * kQueryRows * (kKeys + 8) +
+         4 * kQueryRows * (kKeys + 4) + 4 * 3 * kQueryRows;
+}
+
+std::uint32_t step_kernel_threads(StepKernel kernel) { return static_cast<std::uint32_t>(text_of(kernel).threads); }
+
+std::unique_ptr<StepPhases> make_device_phases(std::unique_ptr<StepLauncher> launcher) {
+  return std::make_unique<DevicePhases>(std::move(launcher));
+}
+
+}  // namespace twostep

@@ -1,0 +1,109 @@
+// The phases of a draft step as launches of kernels/draft: which kernel, over which grid, with what. Pure: whoever
+// lends the launcher runs them.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "drafter/step.h"
+#include "jit/compile.h"
+
+namespace twostep {
+
+enum class StepKernel : std::uint8_t {
+  kGatherTaps,
+  kNormContext,
+  kBeginIngest,
+  kCacheContext,
+  kQueries,
+  kEmbed,
+  kAddNorm,
+  kLatents,
+  kAbsorb,
+  kAttend,
+  kAttendCausal,
+  kMerge,
+  kValues,
+  kActivate,
+  kPick,
+  kFinish,
+  kRowStatistics,
+  kResidualMass,
+  kDecide,
+};
+inline constexpr int kNumStepKernels = 19;
+
+// What the kernels are compiled for: the model as named constants.
+struct StepKernelModel {
+  StepModel model;
+  bool gate = false;
+  bool fc_norm = false;
+};
+
+// "struct Model { static constexpr int kHidden = 7168; .. };"
+std::string step_model_text(const StepKernelModel& model);
+
+// For "sm_90a". Throws kUnsupported where a size of the model has no kernels of ours.
+CompileRequest step_kernel_request(StepKernel kernel, const StepKernelModel& model, const std::string& arch);
+
+// Dynamic shared memory of one CTA, bytes.
+std::int64_t step_kernel_smem(StepKernel kernel, const StepModel& model);
+
+std::uint32_t step_kernel_threads(StepKernel kernel);  // of one CTA
+
+struct Grid {
+  std::int64_t x = 1, y = 1, z = 1;
+};
+
+class StepLauncher {
+ public:
+  virtual ~StepLauncher() = default;
+  virtual int sm_count() const = 0;
+  virtual void* allocate(std::size_t bytes) = 0;  // zero; lives as long as the launcher
+  virtual void upload(void* to, const void* from, std::size_t bytes) = 0;
+  virtual void load(const StepKernelModel& model) = 0;  // every kernel
+  // `arguments` are addresses of the parameters. Allocates nothing.
+  virtual void launch(StepKernel kernel, Grid grid, Stream stream, void** arguments) = 0;
+};
+
+std::unique_ptr<StepPhases> make_device_phases(std::unique_ptr<StepLauncher> launcher);
+
+// Parameters as the kernels declare them.
+struct DeviceCache {  // Cache of kernels/draft/row.cuh
+  std::uint16_t* data;
+  std::int64_t pages, page_rows, page_stride;
+};
+struct DeviceBest {  // Best of kernels/draft/random.cuh
+  float score;
+  std::int32_t token;
+};
+struct DeviceSampling {  // Sampling of kernels/draft/sample.cuh
+  const std::uint16_t *base, *w1, *w2;
+  const std::int32_t* ids;
+  const std::int64_t* first_position;
+  void* draft_logits;
+  DeviceBest* best;
+  std::int32_t *tokens, *status;
+};
+struct DeviceRowStats {  // RowStats of kernels/draft/verify.cuh
+  float largest;
+  std::int32_t token;
+  double log_sum;
+};
+struct DeviceVerify {  // Verify of kernels/draft/verify.cuh
+  const std::int32_t* draft_ids;
+  std::int64_t draft_ids_stride;
+  const void* logits;
+  std::int64_t logits_request_stride, logits_row_stride;
+  const void* draft_logits;
+  std::int32_t* emitted;
+  std::int64_t emitted_stride;
+  std::int32_t* accepted;
+  const std::int64_t* first_position;
+  std::int32_t* status;
+  double* masses;
+  DeviceRowStats* stats;
+  std::int32_t logits_bf16, one_hot, block;
+};
+
+}  // namespace twostep

@@ -1,0 +1,105 @@
+// What device text of kernels/draft uses of kernels/common/ptx.cuh and of the compiler, for the emulator.
+#pragma once
+
+#include <math.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "core/bf16.h"
+#include "tests/emulate/emulator.h"
+
+#define __device__
+#define __shared__ static
+#define threadIdx twostep::emulate::thread
+#define blockIdx twostep::emulate::block
+#define gridDim twostep::emulate::grid
+
+using std::isinf;
+using std::isnan;
+
+struct float2 {
+  float x, y;
+};
+struct alignas(16) uint4 {
+  unsigned x, y, z, w;
+};
+inline float2 make_float2(float x, float y) { return {x, y}; }
+inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+
+inline void __syncthreads() { twostep::emulate::cta_barrier(); }
+template <class T>
+T __shfl_xor_sync(unsigned, T value, int mask) {
+  return twostep::emulate::exchange(value, threadIdx.x % 32 ^ static_cast<unsigned>(mask));
+}
+inline float __uint_as_float(unsigned bits) { return std::bit_cast<float>(bits); }
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline int atomicOr(int* to, int bits) {
+  const int before = *to;
+  *to |= bits;
+  return before;
+}
+
+namespace twostep {
+
+using u8 = unsigned char;
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+using i64 = long long;
+
+inline std::uintptr_t smem_address(const void* p) { return reinterpret_cast<std::uintptr_t>(p); }
+inline void pdl_wait() {}
+inline void pdl_launch() {}
+inline float infinity() { return __uint_as_float(0x7f800000u); }
+inline u16 to_bf16(float v) { return float_to_bf16(v); }
+inline float round_bf16(float v) { return bf16_to_float(float_to_bf16(v)); }
+inline u32 pack_bf16(float low, float high) { return u32{to_bf16(low)} | u32{to_bf16(high)} << 16; }
+
+// Fragments as the PTX manual lays them out: lane 4 * g + t holds elements 2t, 2t + 1 of row g of each 8 x 8 matrix.
+inline void load_matrices(u32 (&r)[4], std::uintptr_t address) {
+  const unsigned lane = threadIdx.x % 32;
+  emulate::publish(&address, sizeof address);
+  emulate::warp_barrier();
+  for (unsigned m = 0; m < 4; ++m) {
+    const auto row = *static_cast<const std::uintptr_t*>(emulate::published(8 * m + lane / 4));
+    std::memcpy(&r[m], reinterpret_cast<const std::byte*>(row) + 4 * (lane % 4), 4);
+  }
+  emulate::warp_barrier();
+}
+inline void load_matrices_transposed(u32 (&r)[4], std::uintptr_t address) {
+  const unsigned lane = threadIdx.x % 32;
+  emulate::publish(&address, sizeof address);
+  emulate::warp_barrier();
+  for (unsigned m = 0; m < 4; ++m) {
+    u16 pair[2];
+    for (unsigned i = 0; i < 2; ++i) {
+      const auto row = *static_cast<const std::uintptr_t*>(emulate::published(8 * m + 2 * (lane % 4) + i));
+      std::memcpy(&pair[i], reinterpret_cast<const std::byte*>(row) + 2 * (lane / 4), 2);
+    }
+    r[m] = u32{pair[0]} | u32{pair[1]} << 16;
+  }
+  emulate::warp_barrier();
+}
+inline void mma_16x8x16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  struct Operands {
+    u32 a[4], b[2];
+  };
+  const Operands mine = {{a[0], a[1], a[2], a[3]}, {b0, b1}};
+  const unsigned lane = threadIdx.x % 32;
+  emulate::publish(&mine, sizeof mine);
+  emulate::warp_barrier();
+  const auto half = [](u32 two, unsigned odd) { return bf16_to_float(static_cast<u16>(odd ? two >> 16 : two)); };
+  for (unsigned i = 0; i < 4; ++i) {
+    const unsigned row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
+    for (unsigned k = 0; k < 16; ++k) {
+      const auto* of_row = static_cast<const Operands*>(emulate::published(row % 8 * 4 + k % 8 / 2));
+      const auto* of_column = static_cast<const Operands*>(emulate::published(column * 4 + k % 8 / 2));
+      d[i] += half(of_row->a[row / 8 + k / 8 * 2], k % 2) * half(of_column->b[k / 8], k % 2);
+    }
+  }
+  emulate::warp_barrier();
+}
+
+}  // namespace twostep

@@ -1,0 +1,57 @@
+// The models that the emulated kernels are compiled for.
+#pragma once
+
+#include "drafter/device_phases.h"
+#include "io/synth.h"
+
+namespace twostep::emulate {
+
+struct Case {
+  const char* name;
+  DrafterConfig config;
+  DrafterLimits limits;
+  DrafterShard shard;
+};
+
+inline Case tiny_case() {  // non-causal, one sliding layer; FP32 draft logits
+  Case c{"Tiny", synth_preset("tiny"), {}, {}};
+  c.config.sliding_window[0] = 70;
+  c.limits.num_draft_tokens = 3;
+  c.limits.request_counts = {1, 4};
+  c.limits.mode = DraftMode::kProbabilistic;
+  c.limits.max_len = 256;
+  c.limits.max_ingest_rows = 256;
+  return c;
+}
+
+inline Case switched_case() {  // causal, every switch, the second rank of two; greedy drafts of more rows than one tile
+  Case c{"Switched", synth_preset("tiny-causal"), {}, {2, 1}};
+  c.config.mla_use_output_gate = true;
+  c.config.hidden_act = "situ";
+  c.config.activation_situ_linear_beta = 3;
+  c.config.fc_norm = true;
+  c.config.is_neox_style = true;
+  c.config.logit_scale = 0.25;
+  c.limits.num_draft_tokens = 5;
+  c.limits.request_counts = {2, 18};
+  c.limits.max_len = 256;
+  c.limits.max_ingest_rows = 256;
+  return c;
+}
+
+inline Case long_case() {  // eleven tokens of four heads: two query tiles; BF16 draft logits
+  Case c{"Long", synth_preset("tiny"), {}, {}};
+  c.limits.num_draft_tokens = 11;
+  c.limits.request_counts = {1, 2};
+  c.limits.mode = DraftMode::kProbabilistic;
+  c.limits.draft_logits = DType::kBF16;
+  c.limits.max_len = 256;
+  c.limits.max_ingest_rows = 256;
+  return c;
+}
+
+inline StepKernelModel kernel_model(const Case& c) {
+  return {step_model(c.config, c.limits, c.shard), c.config.mla_use_output_gate, c.config.fc_norm};
+}
+
+}  // namespace twostep::emulate
