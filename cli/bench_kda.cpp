@@ -3,6 +3,7 @@
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <memory>
+#include <nlohmann/json.hpp>
 #include <optional>
 
 #include "cli/arguments.h"
@@ -13,6 +14,8 @@
 #include "measure/bench_kda_host.h"
 #if TWOSTEP_CUDA
 #include "measure/bench_kda.h"
+#include "measure/kda_chain.h"
+#include "measure/tune_kda.h"
 #endif
 
 namespace twostep::cli {
@@ -31,6 +34,7 @@ struct KdaBenchArguments {
   bool early_caches = false;
   bool sweep = false;
   std::string tactic;
+  std::string chain;
   std::string json;
 };
 
@@ -48,6 +52,7 @@ std::string command_of(const KdaBenchArguments& a) {
   if (a.early_caches) text += " --early-caches";
   if (!a.tactic.empty()) text += " --tactic " + a.tactic;
   if (a.sweep) text += " --sweep";
+  if (!a.chain.empty()) text += " --chain " + a.chain;
   return text;
 }
 
@@ -83,11 +88,14 @@ void print_header() {
 
 void print_row(const KdaRow& row) {
   const auto bar = row.bar_us();
-  fmt::print("{:<7} {:>3} {:>2} {:>4} {:>9.2f} {:>9.2f} ({:>6.2f}) {:>6.1f}% {:>9} {:<6} {}\n",
+  fmt::print("{:<7} {:>3} {:>2} {:>4} {:>9.2f} {:>9.2f} ({:>6.2f}) {:>6.1f}% {:>9} {:<6} {}{}\n",
              row.shape.records ? "records" : "slots", row.shape.heads, row.shape.tokens, row.shape.requests,
              row.floor_us(), row.time.median, row.time.spread(), 100 * row.share(),
              bar ? fmt::format("{:.2f}", *bar) : "-", bar ? row.verdict() : "-",
-             row.cpu ? row.kernel : fmt::format("{} ({})", to_string(row.tactic), row.source));
+             row.cpu ? row.kernel : fmt::format("{} ({})", to_string(row.tactic), row.source),
+             row.baseline.empty()
+                 ? ""
+                 : fmt::format("; chain {:.2f} ({:.2f})", row.baseline_time.median, row.baseline_time.spread()));
   std::fflush(stdout);
 }
 
@@ -116,12 +124,10 @@ int bench_on_cpu(const KdaBenchArguments& a) {
 }
 
 #if TWOSTEP_CUDA
-// As an entry of tactics/<gpu>.json.
 std::string table_entry_of(const KdaRow& row) {
-  return fmt::format(
-      R"({{{}"heads": {}, "tokens": {}, "requests": {}, "tactic": {{"split": {}, "warps": {}, "pass_rows": {}}}, "us": {:.2f}}})",
-      row.shape.records ? R"("state_mode": "records", )" : "", row.shape.heads, row.shape.tokens, row.shape.requests,
-      row.tactic.split, row.tactic.warps, row.tactic.pass_rows, row.time.median);
+  const KdaShape& s = row.shape;
+  const KdaTask task{s.records ? StateMode::kRecords : StateMode::kSlots, s.tokens, s.heads, s.requests};
+  return kda_entry_json(task, row.tactic, row.time.median).dump();
 }
 
 // Every tactic for every request count. True if some tactic served each.
@@ -152,6 +158,8 @@ int bench_on_gpu(const KdaBenchArguments& a, int index) {
                            kda_folded(bench.records ? StateMode::kRecords : StateMode::kSlots, bench.conv_len)));
   JsonFile json(a.json, kPlace);
   Machine machine = this_machine(command_of(a));
+  std::optional<KdaChain> chain;
+  if (!a.chain.empty()) chain.emplace(a.chain, index);
   Progress progress("bench");
   std::size_t done = 0;
   std::map<double, double> rates;  // by writes per read
@@ -160,6 +168,7 @@ int bench_on_gpu(const KdaBenchArguments& a, int index) {
     if (!rates.contains(writes)) rates[writes] = kda_mix_rate(device, writes, machine);
   }
   print_machine(machine);
+  if (chain) fmt::print("chain: {}; states stored after each token\n", chain->what());
   for (const auto& [writes, rate] : rates)
     fmt::print("mix 1:{:.3g}: {:.1f} GB/s, read and written\n", writes, rate * 1e-3);
   print_header();
@@ -174,7 +183,11 @@ int bench_on_gpu(const KdaBenchArguments& a, int index) {
     }
     bench.prepare(tactic);
     for (const std::int64_t requests : a.requests) {
-      const KdaRow row = bench.measure(requests);
+      KdaRow row = bench.measure(requests);
+      if (chain) {
+        row.baseline = chain->what();
+        row.baseline_time = chain->time(row.shape, row.ring);
+      }
       print_row(row);
       json.add(json_line(row, machine));
     }
@@ -204,9 +217,9 @@ int bench_kda(KdaBenchArguments& a) {
     return bench_on_gpu(a, *device);
 #endif
   }
-  if (a.sweep || !a.tactic.empty())
-    fail(StatusCode::kUnsupported, kPlace, "--device", a.device, "a GPU for --sweep and --tactic",
-         "the CPU backend has no tactics");
+  if (a.sweep || !a.tactic.empty() || !a.chain.empty())
+    fail(StatusCode::kUnsupported, kPlace, "--device", a.device, "a GPU for --sweep, --tactic and --chain",
+         "the CPU backend has no tactics, and the chain no kernels for it");
   return bench_on_cpu(a);
 }
 
@@ -228,6 +241,10 @@ void add_bench_kda(CLI::App& bench, int& exit_code) {
   kda->add_flag("--early-caches", a->early_caches, "Slots and caches are read before the previous kernel has finished");
   auto* sweep = kda->add_flag("--sweep", a->sweep, "Time every valid tactic of each key");
   kda->add_option("--tactic", a->tactic, "split,warps,pass_rows for all keys")->excludes(sweep);
+  kda->add_option(
+         "--chain", a->chain,
+         "A Python with torch and flash-linear-attention, to time an unfused chain of public kernels beside each")
+      ->excludes(sweep);
   kda->add_option("--json", a->json, "Write one JSON line for each row, when all are measured");
   kda->add_option("--device", a->device, "auto, cpu, cuda:0, ..")->capture_default_str();
   kda->callback([a, &exit_code] {

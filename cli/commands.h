@@ -11,7 +11,7 @@ void add_info(CLI::App& app, int& exit_code);     // device, libraries found, ca
 void add_why(CLI::App& app, int& exit_code);      // which kind and tactic serve a shape, and why not others
 void add_check(CLI::App& app, int& exit_code);    // values against the FP64 reference
 void add_bench(CLI::App& app, int& exit_code);    // time against cuBLAS and the read limit
-void add_tune(CLI::App& app, int& exit_code);     // the fastest tactic of each shape and bucket, into a table
+void add_tune(CLI::App& app, int& exit_code);     // the fastest tactic of each shape or key, into a table
 void add_compile(CLI::App& app, int& exit_code);  // fill the cubin cache, no GPU needed
 void add_synth(CLI::App& app, int& exit_code);    // synthetic checkpoints
 void add_draft(CLI::App& app, int& exit_code);    // the linears of a draft step from a checkpoint

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <map>
 #include <nlohmann/json.hpp>
 
 #include "core/check.h"
@@ -31,30 +32,12 @@ int ctas_per_sm(int tokens, const KdaTactic& t, int folded) {
   return std::max(1, std::min(by_smem, kRegisters / (registers * kda_threads(t))));
 }
 
-struct Table {
-  std::string gpu;
-  std::vector<KdaTableEntry> entries;
-};
-
-const std::vector<Table>& tables() {
-  static const std::vector<Table> all = [] {
-    std::vector<Table> made;
-    for (const EmbeddedText& file : embedded_tactics()) {
-      const auto json = nlohmann::json::parse(file.text);
-      if (!json.contains("kda")) continue;
-      Table table{json.at("gpu"), {}};
-      for (const auto& item : json.at("kda")) {
-        const auto& tactic = item.at("tactic");
-        const bool records = item.value("state_mode", "slots") == "records";
-        table.entries.push_back({records ? StateMode::kRecords : StateMode::kSlots,
-                                 item.at("heads"),
-                                 item.at("tokens"),
-                                 item.at("requests"),
-                                 {tactic.at("split"), tactic.at("warps"), tactic.at("pass_rows")},
-                                 item.at("us")});
-      }
-      made.push_back(std::move(table));
-    }
+// By GPU.
+const std::map<std::string, std::vector<KdaTableEntry>>& tables() {
+  static const auto all = [] {
+    std::map<std::string, std::vector<KdaTableEntry>> made;
+    for (const EmbeddedText& file : embedded_tactics())
+      made[nlohmann::json::parse(file.text).at("gpu")] = kda_table(file.text);
     return made;
   }();
   return all;
@@ -104,17 +87,36 @@ std::vector<KdaTactic> valid_kda_tactics(int tokens, const DeviceFacts& facts, i
   return all;
 }
 
-std::optional<KdaTableEntry> kda_table_entry(int heads, KdaKey key, const DeviceFacts& facts, StateMode mode) {
+std::vector<KdaTableEntry> kda_table(std::string_view text) {
+  std::vector<KdaTableEntry> entries;
+  const auto json = nlohmann::json::parse(text);
+  for (const auto& item : json.value("kda", nlohmann::json::array())) {
+    const auto& tactic = item.at("tactic");
+    const bool records = item.value("state_mode", "slots") == "records";
+    entries.push_back({records ? StateMode::kRecords : StateMode::kSlots,
+                       item.at("heads"),
+                       item.at("tokens"),
+                       item.at("requests"),
+                       {tactic.at("split"), tactic.at("warps"), tactic.at("pass_rows")},
+                       item.at("us")});
+  }
+  return entries;
+}
+
+std::optional<KdaTableEntry> kda_table_entry(const std::vector<KdaTableEntry>& table, int heads, KdaKey key,
+                                             StateMode mode) {
   std::optional<KdaTableEntry> above, last;
-  for (const Table& table : tables()) {
-    if (table.gpu != facts.name) continue;
-    for (const KdaTableEntry& entry : table.entries) {
-      if (entry.mode != mode || entry.heads != heads || entry.tokens != key.tokens) continue;
-      if (entry.requests >= key.requests && (!above || entry.requests < above->requests)) above = entry;
-      if (!last || entry.requests > last->requests) last = entry;
-    }
+  for (const KdaTableEntry& entry : table) {
+    if (entry.mode != mode || entry.heads != heads || entry.tokens != key.tokens) continue;
+    if (entry.requests >= key.requests && (!above || entry.requests < above->requests)) above = entry;
+    if (!last || entry.requests > last->requests) last = entry;
   }
   return above ? above : last;
+}
+
+std::optional<KdaTableEntry> kda_table_entry(int heads, KdaKey key, const DeviceFacts& facts, StateMode mode) {
+  const auto table = tables().find(facts.name);
+  return table == tables().end() ? std::nullopt : kda_table_entry(table->second, heads, key, mode);
 }
 
 KdaTactic kda_tactic(int heads, KdaKey key, const DeviceFacts& facts, int folded) {

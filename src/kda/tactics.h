@@ -3,6 +3,7 @@
 
 #include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "kda/contract.h"
@@ -35,8 +36,7 @@ int kda_folded(StateMode mode, int conv_len);
 Status kda_tactic_valid(const KdaTactic& tactic, int tokens, const DeviceFacts& facts, int folded = 0);
 std::vector<KdaTactic> valid_kda_tactics(int tokens, const DeviceFacts& facts, int folded = 0);
 
-// What tactics/<gpu>.json says of (mode, heads, tokens): the entry of the fewest requests that are at least `requests`,
-// else of the most.
+// An entry of tactics/<gpu>.json.
 struct KdaTableEntry {
   StateMode mode = StateMode::kSlots;  // "state_mode": "records" in the file; absent: slots
   int heads = 0;
@@ -45,6 +45,12 @@ struct KdaTableEntry {
   KdaTactic tactic;
   double us = 0;
 };
+// Those of a file's text. Throws nlohmann::json::exception where it is no table.
+std::vector<KdaTableEntry> kda_table(std::string_view text);
+// Of (mode, heads, tokens), the entry of the fewest requests that are at least those of the key, else of the most.
+std::optional<KdaTableEntry> kda_table_entry(const std::vector<KdaTableEntry>& table, int heads, KdaKey key,
+                                             StateMode mode);
+// The same from the table of this GPU.
 std::optional<KdaTableEntry> kda_table_entry(int heads, KdaKey key, const DeviceFacts& facts,
                                              StateMode mode = StateMode::kSlots);
 

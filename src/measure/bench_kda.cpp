@@ -77,24 +77,18 @@ void KdaBench::prepare(const std::optional<KdaTactic>& tactic) {
   device_.synchronize();
 }
 
-KdaRow KdaBench::time(std::int64_t requests, int launches, Replays replays) {
+KdaRow KdaBench::measure(std::int64_t requests, Replays replays, std::int64_t bytes) {
   KdaRow row = layers_.row(requests);
-  row.ring.launches = launches;
+  row.ring.launches = kda_launches(row.shape, row.ring, bytes);
   row.rate = rate_;
   const auto entry = kda_table_entry(options_.heads, {requests, options_.tokens}, device_.facts(), options_.mode());
   row.source = forced_ ? "forced" : entry && entry->tactic == row.tactic ? "table" : "rule";
-  const ChainTimer timer(device_, launches);
+  const ChainTimer timer(device_, row.ring.launches);
   row.time = timer.early([&](int launch) { layers_.run(requests, launch); }, replays);
   return row;
 }
 
-KdaRow KdaBench::measure(std::int64_t requests, Replays replays) {
-  return time(requests, layers_.ring(requests).launches, replays);
-}
-
 KdaSweep KdaBench::sweep(int finalists) {
-  constexpr Replays kScreening{1, 5};
-  constexpr int kScreeningLaunches = 16;
   const std::vector<KdaTactic> tactics =
       valid_kda_tactics(options_.tokens, device_.facts(), kda_folded(options_.mode(), options_.conv_len));
   std::vector<KdaBuild> builds;
@@ -109,30 +103,22 @@ KdaSweep KdaBench::sweep(int finalists) {
   for (const KdaTactic& tactic : tactics) {
     try {
       prepare(tactic);
-      for (const std::int64_t b : requests_) {
-        const int sets = layers_.ring(b).sets;
-        sweep.ranking[b].push_back(time(b, (kScreeningLaunches + sets - 1) / sets * sets, kScreening));
-      }
+      for (const std::int64_t b : requests_) sweep.ranking[b].push_back(screen(b));
     } catch (const Error& error) {
       device_.synchronize();  // throws where the context is lost: no later time would be true
       sweep.failures.push_back({tactic, error.what()});
     }
   }
   const auto faster = [](const KdaRow& a, const KdaRow& b) { return a.time.median < b.time.median; };
-  for (auto& [b, rows] : sweep.ranking) std::stable_sort(rows.begin(), rows.end(), faster);
-  for (const KdaTactic& tactic : tactics) {
-    bool prepared = false;
-    for (auto& [b, rows] : sweep.ranking) {
-      const auto end = rows.begin() + std::min<std::ptrdiff_t>(finalists, std::ssize(rows));
-      const auto row = std::find_if(rows.begin(), end, [&](const KdaRow& r) { return r.tactic == tactic; });
-      if (row == end) continue;
-      if (!prepared) prepare(tactic);
-      prepared = true;
+  for (auto& [b, rows] : sweep.ranking) {
+    std::stable_sort(rows.begin(), rows.end(), faster);
+    const auto end = rows.begin() + std::min<std::ptrdiff_t>(finalists, std::ssize(rows));
+    for (auto row = rows.begin(); row != end; ++row) {
+      prepare(row->tactic);
       *row = measure(b);
     }
+    std::stable_sort(rows.begin(), end, faster);
   }
-  for (auto& [b, rows] : sweep.ranking)
-    std::stable_sort(rows.begin(), rows.begin() + std::min<std::ptrdiff_t>(finalists, std::ssize(rows)), faster);
   return sweep;
 }
 

@@ -2,6 +2,7 @@
 // the search for a tactic.
 #pragma once
 
+#include <limits>
 #include <map>
 #include <string>
 #include <vector>
@@ -29,21 +30,22 @@ struct KdaSweep {
 // One (H, q) with several request counts.
 class KdaBench {
  public:
-  // `device` must outlive the bench. `rate` is that of the mix. Throws kOutOfMemory.
+  // `device` must outlive the bench. `rate` is that of the mix; without it rows have no floor. Throws kOutOfMemory.
   KdaBench(const MeasureDevice& device, const KdaBenchOptions& options, std::vector<std::int64_t> requests,
-           double rate);
+           double rate = 0);
 
   // Makes the layers ready, with one tactic for all keys or with the choice of each. Checks values: kInternal where
   // they are wrong.
   void prepare(const std::optional<KdaTactic>& tactic = {});
-  KdaRow measure(std::int64_t requests, Replays replays = {});
+  // Graphs of the ring's launches, or of fewer once `bytes` have moved.
+  KdaRow measure(std::int64_t requests, Replays replays = {},
+                 std::int64_t bytes = std::numeric_limits<std::int64_t>::max());
+  KdaRow screen(std::int64_t requests) { return measure(requests, {1, 5}, 2'000'000'000); }
 
   // Tries every valid tactic for every request count, and times the best `finalists` of each in full.
   KdaSweep sweep(int finalists);
 
  private:
-  KdaRow time(std::int64_t requests, int launches, Replays replays);
-
   const MeasureDevice& device_;
   KdaBenchOptions options_;
   std::vector<std::int64_t> requests_;

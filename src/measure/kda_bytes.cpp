@@ -59,4 +59,10 @@ KdaRing plan_kda_ring(const KdaShape& shape, std::int64_t cache_bytes) {
   return {static_cast<int>(layers), static_cast<int>(sets), static_cast<int>(up(kLeastLaunches, sets) * sets)};
 }
 
+int kda_launches(const KdaShape& shape, const KdaRing& ring, std::int64_t bytes) {
+  const std::int64_t turn = kda_step_bytes(shape) * ring.sets;
+  const std::int64_t turns = std::clamp<std::int64_t>(bytes / turn + (bytes % turn > 0), 1, ring.launches / ring.sets);
+  return static_cast<int>(turns) * ring.sets;
+}
+
 }  // namespace twostep

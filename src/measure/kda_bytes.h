@@ -37,5 +37,7 @@ struct KdaRing {
 };
 // So many that four times `cache_bytes` of states pass between two uses of one.
 KdaRing plan_kda_ring(const KdaShape& shape, std::int64_t cache_bytes);
+// Launches of a shorter graph: whole turns over the sets, at most the ring's launches, until `bytes` have moved.
+int kda_launches(const KdaShape& shape, const KdaRing& ring, std::int64_t bytes);
 
 }  // namespace twostep

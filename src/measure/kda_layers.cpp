@@ -157,7 +157,13 @@ KdaWeights KdaLayers::weights(int layer) const {
 }
 
 void KdaLayers::prepare(const std::optional<KdaTactic>& tactic) {
-  layers_.clear();
+  const std::string name = tactic ? to_string(*tactic) : "";
+  const auto made = made_.find(name);
+  layers_ = made != made_.end() ? &made->second : &made_.emplace(name, make_layers(tactic)).first->second;
+  for (const auto& [b, plan] : plans_) check_values(layers_->front().tactic({b, options_.tokens}));
+}
+
+std::vector<PreparedKda> KdaLayers::make_layers(const std::optional<KdaTactic>& tactic) const {
   KdaOptions o;
   o.heads = options_.heads;
   o.gate_lower_bound = -5.0f;
@@ -166,11 +172,12 @@ void KdaLayers::prepare(const std::optional<KdaTactic>& tactic) {
   if (options_.records) o.state_mode = StateMode::kRecords;
   for (const auto& [b, plan] : plans_)
     o.policies.push_back({{b, options_.tokens}, kda_row_stride(options_.heads), GateSchedule::kInline, tactic});
+  std::vector<PreparedKda> layers;
   for (int layer = 0; layer < num_layers_; ++layer) {
-    layers_.emplace_back(weights(layer), o);
-    layers_.back().prepare(caches_);
+    layers.emplace_back(weights(layer), o);
+    layers.back().prepare(caches_);
   }
-  for (const auto& [b, plan] : plans_) check_values(layers_.front().tactic({b, options_.tokens}));
+  return layers;
 }
 
 void KdaLayers::check_values(const KdaTactic& tactic) {
@@ -198,7 +205,7 @@ void KdaLayers::run(std::int64_t requests, int launch) {
   call.slots = TensorView::matrix(plan.slots + set * requests * columns_, requests, columns_, device, 0, DType::kI32);
   if (options_.tokens > 1) call.accepted = vector_view(accepted_, DType::kI32, device, requests);
   call.tokens = options_.tokens;
-  layers_[static_cast<std::size_t>(launch % plan.ring.layers)].run(call, memory_.stream());
+  (*layers_)[static_cast<std::size_t>(launch % plan.ring.layers)].run(call, memory_.stream());
 }
 
 KdaRow KdaLayers::row(std::int64_t requests) const {
@@ -207,8 +214,8 @@ KdaRow KdaLayers::row(std::int64_t requests) const {
   row.shape = options_.shape(requests);
   row.cpu = !memory_.device().is_cuda();
   row.early_caches = options_.early_caches;
-  row.tactic = layers_.front().tactic(key);
-  row.kernel = layers_.front().kernel(key);
+  row.tactic = layers_->front().tactic(key);
+  row.kernel = layers_->front().kernel(key);
   row.ring = plans_.at(requests).ring;
   for (const auto& [tactic, errors] : values_)
     if (tactic == row.tactic) row.values = errors;

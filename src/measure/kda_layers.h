@@ -30,8 +30,8 @@ class KdaLayers {
   KdaLayers(KdaMemory& memory, const KdaBenchOptions& options, std::vector<std::int64_t> requests,
             std::int64_t cache_bytes);
 
-  // Makes the layers anew and prepares them; without a tactic each key has its own choice. Checks the values of each
-  // tactic on one small problem of the same key first: kInternal, for a wrong kernel has no speed.
+  // Makes the layers and prepares them, once for each tactic; without one each key has its own choice. Checks the
+  // values of each tactic on one small problem of the same key first: kInternal, for a wrong kernel has no speed.
   void prepare(const std::optional<KdaTactic>& tactic = {});
   // Call `launch` of the chain of one request count.
   void run(std::int64_t requests, int launch);
@@ -47,6 +47,7 @@ class KdaLayers {
   };
   KdaWeights weights(int layer) const;
   void make_records();
+  std::vector<PreparedKda> make_layers(const std::optional<KdaTactic>& tactic) const;
   void check_values(const KdaTactic& tactic);
 
   KdaMemory& memory_;
@@ -60,8 +61,9 @@ class KdaLayers {
   std::uint16_t* projected_ = nullptr;
   std::uint16_t* out_ = nullptr;
   std::int32_t* accepted_ = nullptr;
-  std::byte* weights_ = nullptr;  // of all layers
-  std::vector<PreparedKda> layers_;
+  std::byte* weights_ = nullptr;                          // of all layers
+  std::map<std::string, std::vector<PreparedKda>> made_;  // by the tactic's name; empty: no tactic was given
+  std::vector<PreparedKda>* layers_ = nullptr;            // of made_: those that run
   KdaJudge judge_;
   std::vector<std::pair<KdaTactic, KdaErrors>> values_;
 };

@@ -56,8 +56,8 @@ std::string json_line(const KdaRow& row, const Machine& machine) {
   const auto bar = row.bar_us();
   json["bar_us"] = bar ? nlohmann::ordered_json(*bar) : nlohmann::ordered_json();
   json["verdict"] = row.verdict();
-  json["baseline"] = "";
-  json["baseline_time"] = nullptr;
+  json["baseline"] = row.baseline;
+  json["baseline_time"] = summary_json(row.baseline_time);
   json["values"] = {{"outputs", row.values.outputs},
                     {"equal_share", row.values.equal_share()},
                     {"rms", row.values.rms()},

@@ -21,6 +21,8 @@ struct KdaRow {
   double rate = 0;       // bytes per microsecond of the same mix of reads and writes: the fastest kernel that was found
   double copy_rate = 0;  // on a CPU, of a copy: what its bar is stated in
   KdaErrors values;
+  std::string baseline;   // the chain of public kernels; empty: none
+  Summary baseline_time;  // of the same shape, with slots
 
   double bytes() const { return static_cast<double>(kda_step_bytes(shape)); }
   double floor_us() const { return bytes() / rate; }

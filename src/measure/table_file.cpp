@@ -3,7 +3,6 @@
 #include <fmt/format.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <filesystem>
 #include <fstream>
 #include <map>
@@ -18,38 +17,15 @@ using Json = nlohmann::ordered_json;
 
 constexpr const char* kPlace = "measure.merge_table";
 
-TableKey key_of(const Json& entry) {
-  return {entry.at("n").get<std::int64_t>(), entry.at("k").get<std::int64_t>(), entry.at("rows").get<int>()};
+// The word, null where there is none, then the numbers: null is before every word.
+Json key_of(const TableList& list, const Json& entry) {
+  Json key = Json::array({nullptr});
+  if (entry.contains(list.word)) key[0] = entry.at(list.word).get<std::string>();
+  for (const char* number : list.numbers) key.push_back(entry.at(number).get<std::int64_t>());
+  return key;
 }
 
-double hundredths(double us) { return static_cast<double>(static_cast<std::int64_t>(us * 100 + 0.5)) / 100; }
-
-Json entry_json(const MeasuredEntry& measured) {
-  const TableEntry& e = measured.entry;
-  const Tactic& t = e.tactic;
-  const char* load = t.weight_order == WeightOrder::kPacked ? "packed"
-                     : t.weight_load == WeightLoad::kRows   ? "rows"
-                                                            : "tiles";
-  return {{"n", e.n},
-          {"k", e.k},
-          {"rows", e.rows},
-          {"tactic",
-           {{"mma", t.mma == Mma::kWgmma ? "wgmma" : "mma_sync"},
-            {"load", load},
-            {"tile_n", t.tile_n},
-            {"tile_k", t.tile_k},
-            {"stages", t.stages},
-            {"k_slices", t.k_slices},
-            {"warps", t.warps},
-            {"cluster_n", t.cluster_n},
-            {"cluster_k", t.cluster_k}}},
-          {"warp_us", hundredths(e.warp_us)},
-          {"cublas_us", hundredths(e.cublas_us)},
-          {"warp_spread_us", hundredths(measured.warp_spread_us)},
-          {"cublas_spread_us", hundredths(measured.cublas_spread_us)},
-          {"limit_us", hundredths(measured.limit_us)},
-          {"runner_up_us", hundredths(measured.runner_up_us)}};
-}
+Json entries_of(const Json& table, const TableList& list) { return table.value(list.name, Json::array()); }
 
 // An existing table, or an empty one. What is there and cannot be read must not be taken for empty and written over.
 Json read_table(const std::string& path, const std::string& gpu) {
@@ -66,7 +42,9 @@ Json read_table(const std::string& path, const std::string& gpu) {
     if (json.at("gpu") != gpu)
       fail(StatusCode::kDataError, kPlace, path, json.at("gpu").get<std::string>(), gpu,
            "write each GPU model to a file of its own");
-    for (const Json& entry : json.at("entries")) (void)key_of(entry);
+    (void)json.at(kGemmList.name);
+    for (const TableList& list : {kGemmList, kKdaList})
+      for (const Json& entry : entries_of(json, list)) (void)key_of(list, entry);
     return json;
   } catch (const nlohmann::json::exception& error) {
     fail(StatusCode::kDataError, kPlace, path, error.what(), "a table of tactics");
@@ -86,35 +64,19 @@ std::string lines_of(const Json& entries) {
 
 }  // namespace
 
-std::vector<Tactic> sweep_candidates(int m, std::int64_t n, std::int64_t k, const DeviceFacts& facts, int count) {
-  std::vector<std::pair<double, Tactic>> ranked;
-  for (const Tactic& tactic : valid_tactics(m, n, k, facts))
-    ranked.emplace_back(model_us(tactic, m, n, k, facts), tactic);
-  std::stable_sort(ranked.begin(), ranked.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
-  // The best of each load, tile_n and kind of cluster; then three quarters wgmma, which the model does not compare well
-  // with mma.sync; then what is left of either. Of mma.sync tactics that differ in their stages alone, two.
-  std::map<std::tuple<Mma, WeightLoad, int, bool>, int> of_kind;
-  std::map<std::tuple<Mma, WeightLoad, int, int, int, int, int, int>, int> of_ring;
-  constexpr int kOfRing = 2;
-  std::vector<Tactic> chosen, others, more;
-  for (const auto& [us, t] : ranked) {
-    int& rings = of_ring[{t.mma, t.weight_load, t.tile_n, t.tile_k, t.k_slices, t.warps, t.cluster_n, t.cluster_k}];
-    if (rings++ >= kOfRing && t.mma == Mma::kMmaSync) continue;
-    const bool cluster = t.cluster_n * t.cluster_k > 1;
-    (of_kind[{t.mma, t.weight_load, t.tile_n, cluster}]++ == 0 ? chosen : others).push_back(t);
-  }
-  std::map<Mma, int> left = {{Mma::kWgmma, count * 3 / 4}, {Mma::kMmaSync, count / 4}};
-  for (const Tactic& t : chosen) --left[t.mma];
-  for (const Tactic& t : others) (left[t.mma]-- > 0 ? chosen : more).push_back(t);
-  chosen.insert(chosen.end(), more.begin(), more.end());
-  chosen.resize(std::min(chosen.size(), static_cast<std::size_t>(count)));
-  return chosen;
+double hundredths(double us) { return static_cast<double>(static_cast<std::int64_t>(us * 100 + 0.5)) / 100; }
+
+std::string table_key(const TableList& list, const Json& entry) {
+  Json key = Json::object();
+  if (entry.contains(list.word)) key[list.word] = entry.at(list.word).get<std::string>();
+  for (const char* number : list.numbers) key[number] = entry.at(number).get<std::int64_t>();
+  return key.dump();
 }
 
-std::set<TableKey> table_keys(const std::string& path, const std::string& gpu) {
-  std::set<TableKey> keys;
+std::set<std::string> table_keys(const std::string& path, const std::string& gpu, const TableList& list) {
+  std::set<std::string> keys;
   const Json table = read_table(path, gpu);
-  for (const Json& entry : table.at("entries")) keys.insert(key_of(entry));
+  for (const Json& entry : entries_of(table, list)) keys.insert(table_key(list, entry));
   return keys;
 }
 
@@ -124,21 +86,20 @@ std::string real_path(const std::string& path) {
   return error ? path : real.string();  // what cannot be followed cannot be read, which says why
 }
 
-void merge_table(const std::string& link, const Machine& machine, const std::vector<MeasuredEntry>& measured) {
+void merge_table(const std::string& link, const Machine& machine, const TableList& list,
+                 const std::vector<Json>& measured) {
   const std::string path = real_path(link);
   Json table = read_table(path, machine.device);
-  std::map<TableKey, Json> entries;
-  for (const Json& entry : table["entries"]) entries.emplace(key_of(entry), entry);
-  for (const MeasuredEntry& entry : measured) {
-    Json json = entry_json(entry);
-    json["measured"] = {
+  std::map<Json, Json> entries;
+  for (const Json& entry : entries_of(table, list)) entries.emplace(key_of(list, entry), entry);
+  for (Json entry : measured) {
+    entry["measured"] = {
         {"date", machine.date}, {"commit", machine.commit}, {"driver", machine.driver}, {"nvrtc", machine.nvrtc}};
-    const TableKey key = key_of(json);
-    entries[key] = std::move(json);
+    const Json key = key_of(list, entry);
+    entries[key] = std::move(entry);
   }
-  table["entries"] = Json::array();
-  for (auto& [key, json] : entries) table["entries"].push_back(std::move(json));
-  // Members that are not of this room, as "kda", stay as they are.
+  Json& merged = table[list.name] = Json::array();
+  for (auto& [key, entry] : entries) merged.push_back(std::move(entry));
   std::string text = "{";
   const char* separator = "";
   for (const auto& [name, value] : table.items()) {

@@ -17,7 +17,7 @@
 #include "core/check.h"
 #include "core/embedded.h"
 #include "core/hash.h"
-#include "gemm/contract.h"
+#include "kda/tactics.h"
 
 namespace twostep {
 namespace {
@@ -25,50 +25,13 @@ namespace {
 using Json = nlohmann::ordered_json;
 
 constexpr const char* kPlace = "measure.tune";
-constexpr std::size_t kFinalists = 6;
-
-Json task_json(const TuneTask& task) { return {{"n", task.n}, {"k", task.k}, {"rows", task.rows}}; }
-
-template <class AnyJson>
-TuneTask task_from(const AnyJson& json) {
-  return {json.at("n").template get<std::int64_t>(), json.at("k").template get<std::int64_t>(),
-          json.at("rows").template get<int>()};
-}
 
 }  // namespace
-
-std::vector<TuneTask> tune_tasks(const std::vector<std::pair<std::int64_t, std::int64_t>>& shapes,
-                                 const std::vector<int>& rows) {
-  std::vector<TuneTask> tasks;
-  std::set<TuneTask> seen;
-  constexpr std::int64_t kMostN = std::int64_t{1} << 30;  // as tactic_valid has it
-  for (const auto& [n, k] : shapes) {
-    if (!warp_eligible(n, k) || n >= kMostN)
-      fail(StatusCode::kInvalidArgument, kPlace, "shape", fmt::format("{},{}", n, k),
-           "N a multiple of 16 below 2^30 and K a multiple of 64", "others are served by cuBLAS and have no tactics");
-    for (const int m : rows) {
-      if (m < 1 || m > kMaxWarpRows)
-        fail(StatusCode::kInvalidArgument, kPlace, "rows", std::to_string(m), fmt::format("1 to {}", kMaxWarpRows),
-             "more rows are served by cuBLAS and have no tactics");
-      const TuneTask task{n, k, bucket_of(m)};
-      if (seen.insert(task).second) tasks.push_back(task);
-    }
-  }
-  return tasks;
-}
-
-std::map<std::string, Tactic> tune_candidates(const TuneTask& task, const DeviceFacts& facts, int count) {
-  std::map<std::string, Tactic> named;
-  for (const Tactic& tactic : sweep_candidates(task.rows, task.n, task.k, facts, count))
-    named.emplace(to_string(tactic), tactic);
-  return named;
-}
 
 // ---- The worker, as the run sees it
 
 std::string to_line(const TuneRequest& request) {
-  Json json = {{"id", request.id}};
-  json.update(task_json(request.task));
+  Json json = {{"id", request.id}, {"task", request.key.empty() ? Json() : Json::parse(request.key)}};
   if (!request.time.empty()) json["time"] = request.time, json["full"] = request.full;
   if (!request.compile.empty()) json["compile"] = request.compile;
   return json.dump();
@@ -76,10 +39,10 @@ std::string to_line(const TuneRequest& request) {
 
 TuneRequest tune_request(const std::string& line) {
   try {
-    const auto json = nlohmann::json::parse(line);
+    const auto json = Json::parse(line);
     TuneRequest request;
     json.at("id").get_to(request.id);
-    request.task = task_from(json);
+    request.key = json.at("task").dump();
     request.time = json.value("time", "");
     request.full = json.value("full", false);
     request.compile = json.value("compile", std::vector<std::string>{});
@@ -137,7 +100,7 @@ DeviceFacts TuneClient::describe(Machine& machine) {
 Timed TuneClient::time(const TuneTask& task, const std::string& what, bool full) {
   Timed timed;
   TuneRequest request;
-  request.task = task;
+  request.key = task.key;
   request.time = what;
   request.full = full;
   const nlohmann::json json = ask(request, &timed.failure);
@@ -159,7 +122,7 @@ Timed TuneClient::time(const TuneTask& task, const std::string& what, bool full)
 
 void TuneClient::compile(const TuneTask& task, const std::vector<std::string>& names) {
   TuneRequest request;
-  request.task = task;
+  request.key = task.key;
   request.compile = names;
   std::string ignored;  // a kernel that was not compiled ahead is compiled when it is timed, and fails there
   if (!names.empty()) (void)ask(request, &ignored);
@@ -167,29 +130,14 @@ void TuneClient::compile(const TuneTask& task, const std::vector<std::string>& n
 
 // ---- One task
 
-MeasuredEntry TuneResult::entry() const {
-  const Finalist& best = finalists.front();
-  MeasuredEntry measured;
-  measured.entry = {task.n, task.k, task.rows, best.tactic, best.time.median, cublas.median};
-  measured.warp_spread_us = best.time.spread();
-  measured.cublas_spread_us = cublas.spread();
-  measured.limit_us = limit.median;
-  measured.runner_up_us = finalists.size() > 1 ? finalists[1].time.median : 0;
-  return measured;
-}
-
-Chain TuneResult::chain() const {
-  return {"early", finalists.empty() ? Summary{} : finalists.front().time, cublas, limit};
-}
-
 void rank(std::vector<Finalist>& finalists) {
-  const auto key = [](const Finalist& f) { return std::pair(std::llround(f.time.median * 100), f.tactic.smem_bytes); };
+  const auto key = [](const Finalist& f) { return std::pair(std::llround(f.time.median * 100), f.smem_bytes); };
   std::stable_sort(finalists.begin(), finalists.end(),
                    [&](const Finalist& a, const Finalist& b) { return key(a) < key(b); });
 }
 
-std::optional<TuneResult> tune(const TuneTask& task, const std::map<std::string, Tactic>& candidates,
-                               const TimeOne& time, TuneState& state, const std::function<bool()>& out_of_time) {
+std::optional<TuneResult> tune(const TuneTask& task, const TunePlan& plan, const TimeOne& time, TuneState& state,
+                               const std::function<bool()>& out_of_time) {
   TuneResult result;
   result.task = task;
   std::vector<std::pair<std::string, std::string>> held;  // failed tactics and why, since something last ran
@@ -214,7 +162,7 @@ std::optional<TuneResult> tune(const TuneTask& task, const std::map<std::string,
     return right ? std::optional(timed.time) : std::nullopt;
   };
   std::vector<std::pair<double, std::string>> screened;
-  for (const auto& [name, tactic] : candidates) {
+  for (const auto& [name, smem_bytes] : plan.candidates) {
     if (state.failed(task, name)) continue;
     if (out_of_time()) return std::nullopt;
     ++result.tried;
@@ -222,26 +170,27 @@ std::optional<TuneResult> tune(const TuneTask& task, const std::map<std::string,
   }
   std::sort(screened.begin(), screened.end());
   for (const auto& [us, name] : screened) {
-    if (result.finalists.size() == kFinalists) break;
+    if (result.finalists.size() == plan.finalists) break;
     if (out_of_time()) return std::nullopt;
-    if (const auto summary = time_tactic(name, true)) result.finalists.push_back({candidates.at(name), *summary});
+    if (const auto summary = time_tactic(name, true))
+      result.finalists.push_back({name, plan.candidates.at(name), *summary});
   }
   rank(result.finalists);
   if (!ran && result.failed > 0)
-    fail(StatusCode::kUnavailable, kPlace, fmt::format("{}x{} rows {}", task.n, task.k, task.rows), last_failure,
-         "a GPU on which one tactic runs", "go on with --resume when it is back");
+    fail(StatusCode::kUnavailable, kPlace, task.name, last_failure, "a GPU on which one tactic runs",
+         "go on with --resume when it is back");
   if (result.finalists.empty()) {
     result.failure = "no tactic ran with right values";
     return result;
   }
-  for (const auto& [what, summary] : {std::pair{kTimeCublas, &result.cublas}, {kTimeLimit, &result.limit}}) {
+  for (const std::string& what : plan.references) {
     if (out_of_time()) return std::nullopt;
     const Timed timed = time(task, what, true);
     if (!timed.failure.empty()) {
       result.failure = fmt::format("{}: {}", what, timed.failure);
       return result;
     }
-    *summary = timed.time;
+    result.references[what] = timed.time;
   }
   keep_failures();
   return result;
@@ -259,6 +208,12 @@ std::string kernels_hash() {
   return hash128(all);
 }
 
+std::set<std::string> keys_of(const std::vector<TuneTask>& tasks) {
+  std::set<std::string> keys;
+  for (const TuneTask& task : tasks) keys.insert(task.key);
+  return keys;
+}
+
 }  // namespace
 
 TuneState::TuneState(std::string path, const Machine& machine, TuneStart start, const std::vector<TuneTask>& tasks)
@@ -267,7 +222,7 @@ TuneState::TuneState(std::string path, const Machine& machine, TuneStart start, 
                    {"driver", machine.driver},
                    {"nvrtc", machine.nvrtc},
                    {"kernels", kernels_hash()},
-                   {"rules", kTacticRules}}
+                   {"rules", fmt::format("{}, {}", kTacticRules, kKdaRules)}}
                   .dump()) {
   open_locked();
   std::string text = whole_lines();
@@ -276,7 +231,7 @@ TuneState::TuneState(std::string path, const Machine& machine, TuneStart start, 
          "go on with --resume, or measure all again with --fresh");
   if (start == TuneStart::kFresh) {
     try {
-      text = read(text, {tasks.begin(), tasks.end()});
+      text = read(text, keys_of(tasks));
     } catch (const Error&) {  // of another origin, or broken: nothing of it is worth keeping
       text.clear();
       finished_.clear();
@@ -329,7 +284,7 @@ std::string TuneState::whole_lines() const {
   return text;
 }
 
-std::string TuneState::read(const std::string& text, const std::set<TuneTask>& dropped) {
+std::string TuneState::read(const std::string& text, const std::set<std::string>& dropped) {
   std::istringstream lines(text);
   std::string kept;
   std::size_t number = 0;
@@ -341,13 +296,13 @@ std::string TuneState::read(const std::string& text, const std::set<TuneTask>& d
           fail(StatusCode::kDataError, kPlace, path_, line, header_, "measure all again with --fresh");
         continue;
       }
-      const TuneTask task = task_from(json);
-      if (dropped.contains(task)) continue;
+      const std::string key = table_key(json.contains(kKdaList.numbers[0]) ? kKdaList : kGemmList, json);
+      if (dropped.contains(key)) continue;
       if (json.contains("failure")) {
-        failed_.emplace(task, json.at("tactic").get<std::string>());
+        failed_.emplace(key, json.at("tactic").get<std::string>());
       } else {
         json.at("finalists").at(0).at("tactic").get_ref<const std::string&>();
-        finished_.insert(task);
+        finished_.insert(key);
       }
       kept += line + "\n";
     }
@@ -378,40 +333,38 @@ void TuneState::append(const Json& json) {
 }
 
 bool TuneState::close(const std::vector<TuneTask>& tasks) {
-  const std::set<TuneTask> own(tasks.begin(), tasks.end());
-  for (const TuneTask& task : finished_)
-    if (!own.contains(task)) return false;
-  for (const auto& [task, tactic] : failed_)
-    if (!own.contains(task)) return false;
+  const std::set<std::string> own = keys_of(tasks);
+  for (const std::string& key : finished_)
+    if (!own.contains(key)) return false;
+  for (const auto& [key, tactic] : failed_)
+    if (!own.contains(key)) return false;
   empty_ = true;
   return true;
 }
 
-std::vector<TuneTask> open_tasks(std::vector<TuneTask> tasks, const TuneState& state, const std::set<TableKey>& table) {
-  std::erase_if(tasks, [&](const TuneTask& task) {
-    return state.finished(task) && table.contains({task.n, task.k, task.rows});
-  });
+std::vector<TuneTask> open_tasks(std::vector<TuneTask> tasks, const TuneState& state,
+                                 const std::set<std::string>& table) {
+  std::erase_if(tasks, [&](const TuneTask& task) { return state.finished(task) && table.contains(task.key); });
   return tasks;
 }
 
 void TuneState::add(const TuneResult& result) {
-  Json json = task_json(result.task);
+  Json json = Json::parse(result.task.key);
   Json finalists = Json::array();
   for (const Finalist& f : result.finalists)
-    finalists.push_back({{"tactic", to_string(f.tactic)}, {"us", f.time.median}, {"spread_us", f.time.spread()}});
+    finalists.push_back({{"tactic", f.tactic}, {"us", f.time.median}, {"spread_us", f.time.spread()}});
   json["finalists"] = finalists;
-  json["cublas_us"] = result.cublas.median;
-  json["limit_us"] = result.limit.median;
+  for (const auto& [what, time] : result.references) json[what + "_us"] = time.median;
   append(json);
-  finished_.insert(result.task);
+  finished_.insert(result.task.key);
 }
 
 void TuneState::add_failure(const TuneTask& task, const std::string& tactic, const std::string& reason) {
-  Json json = task_json(task);
+  Json json = Json::parse(task.key);
   json["tactic"] = tactic;
   json["failure"] = reason;
   append(json);
-  failed_.emplace(task, tactic);
+  failed_.emplace(task.key, tactic);
 }
 
 }  // namespace twostep

@@ -1,5 +1,6 @@
-// Tuning a table of tactics: what is timed, by whom, what is kept, and how a stopped run goes on. Pure: the GPU belongs
-// to a worker process, so that a kernel that hangs or faults costs one tactic and not the run.
+// Tuning a table of tactics: what is timed, by whom, what is kept, and how a stopped run goes on. The same for all
+// kinds of kernel; what is a kind's own is in tune_gemm.h and tune_kda.h. Pure: the GPU belongs to a worker process, so
+// that a kernel that hangs or faults costs one tactic and not the run.
 #pragma once
 
 #include <chrono>
@@ -12,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "gemm/tactics.h"
 #include "measure/line_worker.h"
 #include "measure/table_file.h"
 
@@ -19,19 +21,18 @@ namespace twostep {
 
 // One entry of the table.
 struct TuneTask {
-  std::int64_t n = 0;
-  std::int64_t k = 0;
-  int rows = 0;  // a bucket
+  std::string key;   // as table_key
+  std::string name;  // for people: "2304x1536 rows 8"
   friend auto operator<=>(const TuneTask&, const TuneTask&) = default;
 };
 
-// The buckets of `rows` for each shape (n, k), in order, each once. Throws kInvalidArgument for what the warp kernels
-// do not serve.
-std::vector<TuneTask> tune_tasks(const std::vector<std::pair<std::int64_t, std::int64_t>>& shapes,
-                                 const std::vector<int>& rows);
-
-// The tactics that are tried, named by to_string. Equal on both sides of the pipe: same program, same facts.
-std::map<std::string, Tactic> tune_candidates(const TuneTask& task, const DeviceFacts& facts, int count);
+// What is timed for a task.
+struct TunePlan {
+  std::map<std::string, int>
+      candidates;                       // the tactics that are tried, by name; shared memory, by which a tie is decided
+  std::size_t finalists = 0;            // timed in full
+  std::vector<std::string> references;  // what is timed in full beside them
+};
 
 // ---- The worker, as the run sees it
 
@@ -41,14 +42,11 @@ struct Timed {
   std::string code = {};  // of the failure, as code_name; empty: the worker gave none
 };
 
-inline constexpr const char* kTimeCublas = "cublas";
-inline constexpr const char* kTimeLimit = "limit";
-
 // One line to the worker; it answers each with one line. The forms of the answers are those of tune_worker.h.
 struct TuneRequest {
-  std::uint64_t id = 0;  // the answer repeats it
-  TuneTask task;
-  std::string time;                  // a tactic's name, kTimeCublas or kTimeLimit; empty: nothing to time
+  std::uint64_t id = 0;              // the answer repeats it
+  std::string key;                   // of the task
+  std::string time;                  // the name of a tactic or reference; empty: nothing to time
   bool full = false;                 // the protocol's replays; else a screening
   std::vector<std::string> compile;  // names of tactics to compile ahead on host threads
 };                                   // neither: say what the GPU is
@@ -77,20 +75,22 @@ class TuneClient {
 // ---- One task
 
 struct Finalist {
-  Tactic tactic;
+  std::string tactic;
+  int smem_bytes = 0;
   Summary time;
 };
 
 struct TuneResult {
   TuneTask task;
   std::vector<Finalist> finalists;  // best first
-  Summary cublas, limit;
+  std::map<std::string, Summary> references;
   int tried = 0;
   int failed = 0;
   std::string failure;  // why the table gets no entry; empty: it gets one
 
-  MeasuredEntry entry() const;  // where failure is empty
-  Chain chain() const;          // ours against cuBLAS
+  const Finalist& best() const { return finalists.front(); }  // where failure is empty
+  // The next best tactic: how much the choice matters. 0: there was none.
+  double runner_up_us() const { return finalists.size() > 1 ? finalists[1].time.median : 0; }
 };
 
 // By the median in hundredths of a microsecond, as the table holds it. A tie takes the tactic with less shared memory,
@@ -99,18 +99,32 @@ void rank(std::vector<Finalist>& finalists);
 
 class TuneState;
 using TimeOne = std::function<Timed(const TuneTask& task, const std::string& what, bool full)>;
-// Screens the candidates that have not failed before, times the best in full, then cuBLAS and the limit. A failure goes
-// to `state` when something has run after it, with right or wrong values: a GPU that is gone is no tactic's fault, nor
-// is memory that others hold. Throws kUnavailable where no tactic ran. None where `out_of_time` said so before the end.
-std::optional<TuneResult> tune(const TuneTask& task, const std::map<std::string, Tactic>& candidates,
-                               const TimeOne& time, TuneState& state, const std::function<bool()>& out_of_time);
+// Screens the candidates that have not failed before, times the best in full, then the references. A failure goes to
+// `state` when something has run after it, with right or wrong values: a GPU that is gone is no tactic's fault, nor is
+// memory that others hold. Throws kUnavailable where no tactic ran. None where `out_of_time` said so before the end.
+std::optional<TuneResult> tune(const TuneTask& task, const TunePlan& plan, const TimeOne& time, TuneState& state,
+                               const std::function<bool()>& out_of_time);
+
+// ---- What is tuned
+
+// A kind of kernel that has tactics.
+struct TuneKind {
+  TableList list;
+  std::vector<TuneTask> tasks;      // in order
+  std::vector<std::string> worker;  // arguments of its worker
+  std::chrono::seconds limit{0};    // of its answers: far above the slowest honest one
+  std::size_t ahead = 1;  // tasks between the one that is timed and the one whose kernels are compiled beside it
+  std::function<TunePlan(const TuneTask&, const DeviceFacts&)> plan;
+  // Of the table; says nothing yet of where it was measured.
+  std::function<nlohmann::ordered_json(const TuneResult&, const DeviceFacts&)> entry;
+};
 
 // ---- What a stopped run leaves
 
 enum class TuneStart { kNew, kResume, kFresh };
 
-// A file of JSON lines, each appended when it is known: finished tasks and failed tactics. Locked while it is open, so
-// that one run at a time writes a table. A file that says nothing is removed at the end.
+// A file of JSON lines, each appended when it is known: finished tasks and failed tactics, of all kinds. Locked while
+// it is open, so that one run at a time writes a table. A file that says nothing is removed at the end.
 class TuneState {
  public:
   // kNew refuses a file that is there; kResume reads it, and drops a last line that was torn; kFresh also drops what it
@@ -122,8 +136,8 @@ class TuneState {
   TuneState& operator=(const TuneState&) = delete;
   ~TuneState();
 
-  bool finished(const TuneTask& task) const { return finished_.contains(task); }
-  bool failed(const TuneTask& task, const std::string& tactic) const { return failed_.contains({task, tactic}); }
+  bool finished(const TuneTask& task) const { return finished_.contains(task.key); }
+  bool failed(const TuneTask& task, const std::string& tactic) const { return failed_.contains({task.key, tactic}); }
   std::size_t num_failed() const { return failed_.size(); }
   void add(const TuneResult& result);
   void add_failure(const TuneTask& task, const std::string& tactic, const std::string& reason);
@@ -137,7 +151,7 @@ class TuneState {
   };
   void open_locked();
   std::string whole_lines() const;
-  std::string read(const std::string& text, const std::set<TuneTask>& dropped);  // the lines that were kept
+  std::string read(const std::string& text, const std::set<std::string>& dropped);  // the lines that were kept
   void append(const nlohmann::ordered_json& json);
   void truncate(std::size_t size) const;
   void write(const std::string& text) const;
@@ -147,11 +161,12 @@ class TuneState {
   std::string header_;  // the first line: where the numbers come from
   File file_;
   bool empty_ = true;
-  std::set<TuneTask> finished_;
-  std::set<std::pair<TuneTask, std::string>> failed_;
+  std::set<std::string> finished_;                        // keys
+  std::set<std::pair<std::string, std::string>> failed_;  // with the tactic's name
 };
 
 // The tasks that are not finished: the state says what was measured, and the table has it.
-std::vector<TuneTask> open_tasks(std::vector<TuneTask> tasks, const TuneState& state, const std::set<TableKey>& table);
+std::vector<TuneTask> open_tasks(std::vector<TuneTask> tasks, const TuneState& state,
+                                 const std::set<std::string>& table);
 
 }  // namespace twostep

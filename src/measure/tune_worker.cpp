@@ -5,15 +5,20 @@
 #include <condition_variable>
 #include <deque>
 #include <istream>
+#include <memory>
 #include <mutex>
 #include <nlohmann/json.hpp>
 #include <ostream>
+#include <set>
 #include <thread>
 
 #include "core/check.h"
 #include "gemm/warp.h"
+#include "kda/plan.h"
 #include "measure/bench_gemm.h"
-#include "measure/tune.h"
+#include "measure/bench_kda.h"
+#include "measure/tune_gemm.h"
+#include "measure/tune_kda.h"
 
 namespace twostep {
 namespace {
@@ -74,38 +79,33 @@ class CompileAhead {
   std::vector<std::thread> threads_;
 };
 
-class TuneServer {
+// The GPU's side of a TuneKind.
+class TuneBench {
  public:
-  TuneServer(int ordinal, int candidates) : device_(ordinal), candidates_(candidates) {}
+  virtual ~TuneBench() = default;
+  virtual CompileRequest build(const std::string& key, const std::string& tactic) = 0;
+  virtual Summary time(const TuneRequest& request) = 0;
+};
 
-  Json answer(const TuneRequest& request) {
-    if (!request.compile.empty()) {
-      for (const std::string& name : request.compile)
-        ahead_.add(compile_request(
-            warp_kernel_text(request.task.rows, request.task.n, request.task.k, tactic_of(request.task, name)),
-            device_.facts().arch));
-      return Json::object();
-    }
-    if (!request.time.empty()) return summary_json(time(request));
+template <class Tactics>
+const auto& named(const Tactics& tactics, const std::string& name) {
+  if (const auto found = tactics.find(name); found != tactics.end()) return found->second;
+  fail(StatusCode::kInvalidArgument, kPlace, "tactic", name, "a candidate of this task and GPU");
+}
+
+class GemmTuneBench final : public TuneBench {
+ public:
+  GemmTuneBench(const MeasureDevice& device, int candidates) : device_(device), candidates_(candidates) {
     throw_if_error(cublas_status());
-    const DeviceFacts& facts = device_.facts();
-    Machine machine;
-    device_.describe(machine);
-    return {{"device", facts.name},
-            {"driver", machine.driver},
-            {"nvrtc", machine.nvrtc},
-            {"cublas", cublas_version()},
-            {"arch", facts.arch},
-            {"sm_count", facts.sm_count},
-            {"smem_per_block", facts.smem_per_block},
-            {"smem_per_sm", facts.smem_per_sm}};
   }
 
-  void synchronize() const { device_.synchronize(); }
+  CompileRequest build(const std::string& key, const std::string& tactic) override {
+    const GemmTask task = gemm_task(key);
+    return compile_request(warp_kernel_text(task.rows, task.n, task.k, tactic_of(task, tactic)), device_.facts().arch);
+  }
 
- private:
-  Summary time(const TuneRequest& request) {
-    const TuneTask& task = request.task;
+  Summary time(const TuneRequest& request) override {
+    const GemmTask task = gemm_task(request.key);
     if (!bench_ || bench_->n() != task.n || bench_->k() != task.k) {
       bench_.reset();  // its memory is needed for the next
       bench_.emplace(device_, task.n, task.k, kMaxWarpRows);
@@ -116,30 +116,101 @@ class TuneServer {
     return bench_->tactic(tactic_of(task, request.time), task.rows, replays);
   }
 
-  const Tactic& tactic_of(const TuneTask& task, const std::string& name) {
-    auto [named, missing] = named_.try_emplace(task);
-    if (missing) named->second = tune_candidates(task, device_.facts(), candidates_);
-    if (const auto found = named->second.find(name); found != named->second.end()) return found->second;
-    fail(StatusCode::kInvalidArgument, kPlace, "tactic", name, "a candidate of this shape and GPU");
+ private:
+  const Tactic& tactic_of(const GemmTask& task, const std::string& name) {
+    auto [of_task, missing] = tactics_.try_emplace(task);
+    if (missing) of_task->second = gemm_candidates(task, device_.facts(), candidates_);
+    return named(of_task->second, name);
   }
 
-  const MeasureDevice device_;
+  const MeasureDevice& device_;
   const int candidates_;
-  std::map<TuneTask, std::map<std::string, Tactic>> named_;
+  std::map<GemmTask, std::map<std::string, Tactic>> tactics_;
   std::optional<GemmBench> bench_;
+};
+
+// All request counts share the caches, kernels and checked values of their (mode, q, H).
+class KdaTuneBench final : public TuneBench {
+ public:
+  KdaTuneBench(const MeasureDevice& device, std::vector<std::int64_t> requests)
+      : device_(device), requests_(std::move(requests)) {}
+
+  CompileRequest build(const std::string& key, const std::string& tactic) override {
+    const KdaTask task = kda_task(key);
+    KdaProblem problem = problem_of(bench_options(task));
+    problem.tactic = tactic_of(task, tactic);
+    return kda_compile_request(kda_kernel_text(kda_build_of(problem, device_.facts())), device_.facts().arch);
+  }
+
+  Summary time(const TuneRequest& request) override {
+    constexpr std::int64_t kFullBytes = 8'000'000'000;  // 2 ms: 64 launches of the longest step would be 230
+    const KdaTask task = kda_task(request.key);
+    const KdaTask shared{task.mode, task.tokens, task.heads, 0};
+    if (!bench_ || shared != benched_) {
+      bench_.reset();  // its memory is needed for the next
+      bench_.emplace(device_, bench_options(task), requests_);
+      benched_ = shared;
+    }
+    bench_->prepare(tactic_of(task, request.time));
+    return (request.full ? bench_->measure(task.requests, {}, kFullBytes) : bench_->screen(task.requests)).time;
+  }
+
+ private:
+  KdaTactic tactic_of(const KdaTask& task, const std::string& name) const {
+    return named(kda_candidates(task, device_.facts()), name);
+  }
+
+  const MeasureDevice& device_;
+  const std::vector<std::int64_t> requests_;
+  KdaTask benched_;
+  std::optional<KdaBench> bench_;
+};
+
+class TuneServer {
+ public:
+  explicit TuneServer(const TuneWorkerOptions& options) : device_(options.ordinal) {
+    if (options.requests.empty()) bench_ = std::make_unique<GemmTuneBench>(device_, options.candidates);
+    else bench_ = std::make_unique<KdaTuneBench>(device_, options.requests);
+  }
+
+  Json answer(const TuneRequest& request) {
+    for (const std::string& name : request.compile) {
+      CompileRequest build = bench_->build(request.key, name);
+      if (asked_.insert(build.text).second) ahead_.add(std::move(build));
+    }
+    if (!request.compile.empty()) return Json::object();
+    if (!request.time.empty()) return summary_json(bench_->time(request));
+    const DeviceFacts& facts = device_.facts();
+    Machine machine;
+    device_.describe(machine);
+    return {{"device", facts.name},
+            {"driver", machine.driver},
+            {"nvrtc", machine.nvrtc},
+            {"arch", facts.arch},
+            {"sm_count", facts.sm_count},
+            {"smem_per_block", facts.smem_per_block},
+            {"smem_per_sm", facts.smem_per_sm}};
+  }
+
+  void synchronize() const { device_.synchronize(); }
+
+ private:
+  const MeasureDevice device_;
+  std::unique_ptr<TuneBench> bench_;
+  std::set<std::string> asked_;  // texts of kernels: tasks may share them
   CompileAhead ahead_;
 };
 
 }  // namespace
 
-bool serve_tuning(int ordinal, int candidates, std::istream& in, std::ostream& out) {
+bool serve_tuning(const TuneWorkerOptions& options, std::istream& in, std::ostream& out) {
   std::optional<TuneServer> server;
   for (std::string line; std::getline(in, line);) {
     TuneRequest request;
     Json answer;
     try {
       request = tune_request(line);
-      if (!server) server.emplace(ordinal, candidates);
+      if (!server) server.emplace(options);
       answer = server->answer(request);
     } catch (const std::exception& error) {
       answer = {{"failure", error.what()}};

@@ -7,7 +7,7 @@
 
 #include "gemm/contract.h"
 #include "gemm/tactics.h"
-#include "measure/table_file.h"
+#include "measure/tune_gemm.h"
 
 namespace twostep {
 namespace {

@@ -12,6 +12,7 @@
 #include "measure/bench_kda_host.h"
 #include "measure/check_kda.h"
 #include "measure/kda_bytes.h"
+#include "measure/kda_chain.h"
 #include "measure/kda_row.h"
 #include "measure/kernels.h"
 
@@ -105,6 +106,23 @@ TEST(MeasureKdaBytes, rings_pass_the_cache_and_replays_rotate) {
           EXPECT_GE(std::int64_t{65536} * heads * requests * one_slot.sets,
                     std::max<std::int64_t>(256'000'000, 4 * cache));
         }
+}
+
+TEST(MeasureKdaBytes, a_shorter_graph_still_turns_over_all_sets) {
+  constexpr std::int64_t kBytes = 2'000'000'000;
+  for (const int heads : {1, 12, 96})
+    for (const std::int64_t requests : {1, 8, 256})
+      for (const int tokens : {1, 8}) {
+        const KdaShape of = shape(heads, requests, tokens);
+        const KdaRing ring = plan_kda_ring(of, 60'000'000);
+        const int launches = kda_launches(of, ring, kBytes);
+        EXPECT_GE(launches, ring.sets);
+        EXPECT_LE(launches, ring.launches);
+        EXPECT_EQ(launches % ring.sets, 0);
+        EXPECT_TRUE(launches == ring.launches || launches * kda_step_bytes(of) >= kBytes);
+        EXPECT_TRUE(launches == ring.sets || (launches - ring.sets) * kda_step_bytes(of) < kBytes);
+        EXPECT_EQ(kda_launches(of, ring, std::numeric_limits<std::int64_t>::max()), ring.launches);
+      }
 }
 
 // ---- The judge
@@ -366,6 +384,49 @@ TEST(MeasureKdaRow, the_json_line_has_floor_bar_and_verdict) {
   EXPECT_TRUE(json.at("bar_us").is_null());
   EXPECT_EQ(json.at("verdict"), "none");
   EXPECT_EQ(json.at("limit").at("mix"), "1:4");
+}
+
+// ---- The chain of public kernels. Fakes in shell.
+
+KdaChain fake_chain(const std::string& body) {
+  return KdaChain(std::vector<std::string>{"/bin/sh", "-c", "while read -r line; do " + body + "; done"});
+}
+
+TEST(MeasureKdaChain, its_time_becomes_the_baseline_of_a_row) {
+  KdaChain chain = fake_chain(
+      R"(case $line in '{}') echo '{"what":"FLA 0.6"}';; *'"heads":12,"launches":64,"layers":3,"requests":32,"sets":6,"tokens":8'*) )"
+      R"(echo '{"median_us":70.5,"p10_us":70,"p90_us":71,"kept":15,"dropped":3}';; esac)");
+  KdaRow row;
+  row.shape = shape(12, 32, 8);
+  row.time = {43, 42, 44, 15, 3};
+  row.rate = 4.3e6;
+  row.ring = {3, 6, 64};
+  auto json = nlohmann::json::parse(json_line(row, this_machine("twostep bench kda")));
+  EXPECT_EQ(json.at("baseline"), "");
+  EXPECT_TRUE(json.at("baseline_time").is_null());
+  row.baseline = chain.what();
+  row.baseline_time = chain.time(row.shape, row.ring);
+  json = nlohmann::json::parse(json_line(row, this_machine("twostep bench kda")));
+  EXPECT_EQ(json.at("baseline"), "FLA 0.6");
+  EXPECT_EQ(json.at("baseline_time").at("median_us"), 70.5);
+  EXPECT_EQ(json.at("baseline_time").at("kept"), 15);
+}
+
+TEST(MeasureKdaChain, a_python_that_does_not_run_it_is_refused_with_its_reason) {
+  const auto told = [](const std::string& body) -> std::string {
+    try {
+      KdaChain chain = fake_chain(body);
+      (void)chain.time(shape(12, 1, 1), {3, 3, 3});
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), StatusCode::kUnavailable);
+      return error.what();
+    }
+    return "";
+  };
+  EXPECT_NE(told(R"(echo '{"failure":"No module named fla"}')").find("No module named fla"), std::string::npos);
+  EXPECT_NE(told("exit 1").find("status 1"), std::string::npos);
+  EXPECT_NE(told("echo hello"), "");
+  EXPECT_NE(told(R"(echo '{"what":"an answer without a time"}')"), "");
 }
 
 TEST(MeasureKdaHost, a_row_with_records_folds_half_of_its_tokens) {

@@ -1,5 +1,6 @@
 // twostep tune without a GPU: the work list, the choice, the state of a stopped run, and a worker that dies, hangs or
 // answers garbage.
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 
 #include <cstdlib>
@@ -8,26 +9,29 @@
 #include <nlohmann/json.hpp>
 #include <sstream>
 
-#include "measure/tune.h"
+#include "core/embedded.h"
+#include "measure/tune_gemm.h"
+#include "measure/tune_kda.h"
 
 namespace twostep {
 namespace {
 
 using std::chrono::milliseconds;
 
-constexpr TuneTask kTask{2304, 1536, 8};
+const GemmTask kShape{2304, 1536, 8};
+const TuneTask kTask = tune_task(kShape);
 constexpr int kCandidates = 24;
 constexpr auto kShort = milliseconds(300);
 constexpr auto kLong = milliseconds(20000);  // for workers that answer
 
 Summary around(double us, double spread) { return {us, us - spread / 2, us + spread / 2, 15, 3}; }
 
-Finalist finalist(double us, int smem_bytes, int stages) {
-  Finalist f;
-  f.tactic.smem_bytes = smem_bytes;
-  f.tactic.stages = stages;
-  f.time = around(us, 0.1);
-  return f;
+Finalist finalist(double us, int smem_bytes, const std::string& tactic) {
+  return {tactic, smem_bytes, around(us, 0.1)};
+}
+
+TunePlan plan_of(const TuneTask& task, int candidates = kCandidates) {
+  return gemm_kind({gemm_task(task.key)}, candidates).plan(task, known_gpu("h200"));
 }
 
 class MeasureTune : public testing::Test {
@@ -67,9 +71,8 @@ class MeasureTune : public testing::Test {
 TuneResult result_of(const TuneTask& task) {
   TuneResult result;
   result.task = task;
-  result.finalists = {finalist(2.5, 1000, 2)};
-  result.cublas = around(5.5, 0.1);
-  result.limit = around(1.7, 0.1);
+  result.finalists = {finalist(2.5, 1000, gemm_candidates(gemm_task(task.key), known_gpu("h200"), 1).begin()->first)};
+  result.references = {{kTimeCublas, around(5.5, 0.1)}, {kTimeLimit, around(1.7, 0.1)}};
   return result;
 }
 
@@ -78,35 +81,35 @@ bool never() { return false; }
 // ---- Work list
 
 TEST_F(MeasureTune, each_shape_and_bucket_is_one_task_in_order) {
-  const auto tasks = tune_tasks({{2304, 1536}, {2112, 7168}, {2304, 1536}}, {1, 7, 8, 9, 64});
-  const std::vector<TuneTask> expected = {{2304, 1536, 8}, {2304, 1536, 16}, {2304, 1536, 64},
+  const auto tasks = gemm_tasks({{2304, 1536}, {2112, 7168}, {2304, 1536}}, {1, 7, 8, 9, 64});
+  const std::vector<GemmTask> expected = {{2304, 1536, 8}, {2304, 1536, 16}, {2304, 1536, 64},
                                           {2112, 7168, 8}, {2112, 7168, 16}, {2112, 7168, 64}};
   EXPECT_EQ(tasks, expected);
 }
 
 TEST_F(MeasureTune, what_has_no_tactics_is_refused) {
-  EXPECT_THROW(tune_tasks({{2304, 1536}}, {65}), Error);
-  EXPECT_THROW(tune_tasks({{2304, 1536}}, {0}), Error);
-  EXPECT_THROW(tune_tasks({{2300, 1536}}, {8}), Error);
-  EXPECT_THROW(tune_tasks({{2304, 1500}}, {8}), Error);
-  EXPECT_THROW(tune_tasks({{std::int64_t{1} << 30, 64}}, {8}), Error);
-  EXPECT_EQ(tune_tasks({{(std::int64_t{1} << 30) - 16, 64}}, {8}).size(), 1u);
+  EXPECT_THROW(gemm_tasks({{2304, 1536}}, {65}), Error);
+  EXPECT_THROW(gemm_tasks({{2304, 1536}}, {0}), Error);
+  EXPECT_THROW(gemm_tasks({{2300, 1536}}, {8}), Error);
+  EXPECT_THROW(gemm_tasks({{2304, 1500}}, {8}), Error);
+  EXPECT_THROW(gemm_tasks({{std::int64_t{1} << 30, 64}}, {8}), Error);
+  EXPECT_EQ(gemm_tasks({{(std::int64_t{1} << 30) - 16, 64}}, {8}).size(), 1u);
 }
 
 // The name goes over the pipe and into the state: two candidates of one name would be one.
 TEST_F(MeasureTune, every_candidate_has_a_name_of_its_own) {
   const DeviceFacts facts = known_gpu("h200");
-  for (const TuneTask& task : tune_tasks({{2304, 1536}, {896, 35840}, {20480, 7168}}, {8, 32, 64})) {
+  for (const GemmTask& task : gemm_tasks({{2304, 1536}, {896, 35840}, {20480, 7168}}, {8, 32, 64})) {
     const auto candidates = sweep_candidates(task.rows, task.n, task.k, facts, 1000);
     EXPECT_GT(candidates.size(), 100u);
-    EXPECT_EQ(tune_candidates(task, facts, 1000).size(), candidates.size());
+    EXPECT_EQ(gemm_candidates(task, facts, 1000).size(), candidates.size());
   }
 }
 
 TEST_F(MeasureTune, a_request_survives_its_line) {
   TuneRequest request;
   request.id = 7;
-  request.task = kTask;
+  request.key = kTask.key;
   request.time = "a \"tactic\"";
   request.full = true;
   request.compile = {"b", "c"};
@@ -114,7 +117,7 @@ TEST_F(MeasureTune, a_request_survives_its_line) {
   EXPECT_EQ(line.find('\n'), std::string::npos);
   const TuneRequest read = tune_request(line);
   EXPECT_EQ(read.id, 7u);
-  EXPECT_EQ(read.task, kTask);
+  EXPECT_EQ(read.key, kTask.key);
   EXPECT_EQ(read.time, request.time);
   EXPECT_TRUE(read.full);
   EXPECT_EQ(read.compile, request.compile);
@@ -124,37 +127,38 @@ TEST_F(MeasureTune, a_request_survives_its_line) {
 // ---- Choice
 
 TEST_F(MeasureTune, the_fastest_is_first_and_a_tie_takes_less_shared_memory) {
-  std::vector<Finalist> all = {finalist(3.10, 100, 2), finalist(2.904, 9000, 3), finalist(2.899, 9000, 4),
-                               finalist(2.896, 2000, 5), finalist(2.95, 100, 6)};
+  std::vector<Finalist> all = {finalist(3.10, 100, "2"), finalist(2.904, 9000, "3"), finalist(2.899, 9000, "4"),
+                               finalist(2.896, 2000, "5"), finalist(2.95, 100, "6")};
   rank(all);
-  std::vector<int> stages;
-  for (const Finalist& f : all) stages.push_back(f.tactic.stages);
-  EXPECT_EQ(stages, (std::vector<int>{5, 3, 4, 6, 2})) << "2.896 to 2.904 are all 2.90 in the table";
+  std::string order;
+  for (const Finalist& f : all) order += f.tactic;
+  EXPECT_EQ(order, "53462") << "2.896 to 2.904 are all 2.90 in the table";
 }
 
 TEST_F(MeasureTune, an_entry_holds_the_choice_the_runner_up_and_cublas_even_where_it_wins) {
+  const auto candidates = gemm_candidates(kShape, known_gpu("h200"), kCandidates);
+  const TuneKind kind = gemm_kind({kShape}, kCandidates);
   TuneResult result = result_of(kTask);
-  result.finalists.push_back(finalist(2.7, 1000, 3));
-  const MeasuredEntry ours = result.entry();
-  EXPECT_EQ(ours.entry.tactic, result.finalists[0].tactic);
-  EXPECT_EQ(ours.entry.rows, 8);
-  EXPECT_DOUBLE_EQ(ours.runner_up_us, 2.7);
-  EXPECT_DOUBLE_EQ(ours.limit_us, 1.7);
-  EXPECT_NEAR(ours.warp_spread_us, 0.1, 1e-9);
-  EXPECT_TRUE(ours.entry.warp_wins());
-  EXPECT_EQ(verdict_of(result.chain()), Verdict::kWin);
-  result.cublas = around(2.45, 0.04);
-  EXPECT_FALSE(result.entry().entry.warp_wins());
-  EXPECT_EQ(verdict_of(result.chain()), Verdict::kTie) << "within our spread";
-  result.cublas = around(2.3, 0.04);
-  EXPECT_EQ(verdict_of(result.chain()), Verdict::kLoss);
+  result.finalists = {finalist(2.5, 1000, std::next(candidates.begin())->first),
+                      finalist(2.7, 1000, candidates.begin()->first)};
+  for (const double cublas : {5.5, 2.3}) {
+    result.references[kTimeCublas] = around(cublas, 0.04);
+    MeasuredEntry wanted;
+    wanted.entry = {2304, 1536, 8, std::next(candidates.begin())->second, 2.5, cublas};
+    wanted.warp_spread_us = 0.1;
+    wanted.cublas_spread_us = 0.04;
+    wanted.limit_us = 1.7;
+    wanted.runner_up_us = 2.7;
+    EXPECT_EQ(kind.entry(result, known_gpu("h200")), entry_json(wanted));
+    EXPECT_EQ(wanted.entry.warp_wins(), cublas > 2.5);
+  }
 }
 
 TEST_F(MeasureTune, only_the_best_of_the_screening_are_timed_in_full) {
-  const auto candidates = tune_candidates(kTask, known_gpu("h200"), kCandidates);
-  ASSERT_GT(candidates.size(), 10u);
+  const TunePlan plan = plan_of(kTask);
+  ASSERT_GT(plan.candidates.size(), 10u);
   std::vector<std::string> names;
-  for (const auto& [name, tactic] : candidates) names.push_back(name);
+  for (const auto& [name, smem_bytes] : plan.candidates) names.push_back(name);
   // The screening has candidate i at 10 - i / 10; the full run turns the order of its best two.
   const auto place = [&](const std::string& name) {
     return static_cast<double>(std::find(names.begin(), names.end(), name) - names.begin());
@@ -163,7 +167,7 @@ TEST_F(MeasureTune, only_the_best_of_the_screening_are_timed_in_full) {
   int full_runs = 0;
   TuneState kept = state(TuneStart::kNew);
   const auto result = tune(
-      kTask, candidates,
+      kTask, plan,
       [&](const TuneTask&, const std::string& what, bool full) -> Timed {
         if (what == kTimeCublas) return {around(5.5, 0.1), {}};
         if (what == kTimeLimit) return {around(1.7, 0.1), {}};
@@ -173,18 +177,18 @@ TEST_F(MeasureTune, only_the_best_of_the_screening_are_timed_in_full) {
       kept, never);
   ASSERT_TRUE(result);
   EXPECT_EQ(full_runs, 6);
-  EXPECT_EQ(result->tried, static_cast<int>(candidates.size()));
-  EXPECT_EQ(result->finalists.front().tactic, candidates.at(names[names.size() - 1]));
-  EXPECT_DOUBLE_EQ(result->cublas.median, 5.5);
-  EXPECT_DOUBLE_EQ(result->limit.median, 1.7);
+  EXPECT_EQ(result->tried, static_cast<int>(plan.candidates.size()));
+  EXPECT_EQ(result->best().tactic, names.back());
+  EXPECT_DOUBLE_EQ(result->references.at(kTimeCublas).median, 5.5);
+  EXPECT_DOUBLE_EQ(result->references.at(kTimeLimit).median, 1.7);
 }
 
 TEST_F(MeasureTune, no_entry_without_a_tactic_that_ran_or_without_cublas) {
-  const auto candidates = tune_candidates(kTask, known_gpu("h200"), kCandidates);
+  const TunePlan plan = plan_of(kTask);
   TuneState kept = state(TuneStart::kNew);
   const auto lame = [&](const std::string& broken) {
     return tune(
-        kTask, candidates,
+        kTask, plan,
         [&](const TuneTask&, const std::string& what, bool) -> Timed {
           const bool tactic = what != kTimeCublas && what != kTimeLimit;
           if (what == broken || (tactic && broken == "tactics")) return {{}, "it broke", "internal"};
@@ -198,19 +202,19 @@ TEST_F(MeasureTune, no_entry_without_a_tactic_that_ran_or_without_cublas) {
   EXPECT_EQ(kept.num_failed(), 0u) << "no tactic is to blame";
   EXPECT_NE(lame(kTimeLimit)->failure, "");
   EXPECT_NE(lame("tactics")->failure, "") << "wrong values are the kernels' own";
-  EXPECT_EQ(kept.num_failed(), candidates.size());
+  EXPECT_EQ(kept.num_failed(), plan.candidates.size());
 }
 
 TEST_F(MeasureTune, a_gpu_that_is_gone_ends_the_run_and_blames_no_tactic) {
-  const auto candidates = tune_candidates(kTask, known_gpu("h200"), kCandidates);
+  const TunePlan plan = plan_of(kTask);
   TuneState kept = state(TuneStart::kNew);
   int timed = 0;
   // What the first `before` requests get, and what all after them.
   const auto run = [&](int before, const Timed& first, const Timed& then) {
     timed = 0;
     return tune(
-        kTask, candidates, [&](const TuneTask&, const std::string&, bool) { return timed++ < before ? first : then; },
-        kept, never);
+        kTask, plan, [&](const TuneTask&, const std::string&, bool) { return timed++ < before ? first : then; }, kept,
+        never);
   };
   const Timed right{around(3, 0.1), {}}, gone{{}, "no GPU"}, no_memory{{}, "none left", "out_of_memory"};
   for (const Timed& failure : {gone, no_memory}) {
@@ -233,16 +237,17 @@ TEST_F(MeasureTune, a_gpu_that_is_gone_ends_the_run_and_blames_no_tactic) {
 }
 
 TEST_F(MeasureTune, out_of_time_ends_a_task_without_a_result) {
-  const auto candidates = tune_candidates(kTask, known_gpu("h200"), kCandidates);
+  const TunePlan plan = plan_of(kTask);
   TuneState kept = state(TuneStart::kNew);
   int timed = 0;
   const auto time = [&](const TuneTask&, const std::string&, bool) -> Timed {
     ++timed;
     return {around(3, 0.1), {}};
   };
-  for (const int limit : {0, 3, static_cast<int>(candidates.size()) + 2, static_cast<int>(candidates.size()) + 7}) {
+  for (const int limit :
+       {0, 3, static_cast<int>(plan.candidates.size()) + 2, static_cast<int>(plan.candidates.size()) + 7}) {
     timed = 0;
-    EXPECT_FALSE(tune(kTask, candidates, time, kept, [&] { return timed >= limit; })) << limit;
+    EXPECT_FALSE(tune(kTask, plan, time, kept, [&] { return timed >= limit; })) << limit;
     EXPECT_EQ(timed, limit);
   }
 }
@@ -250,17 +255,18 @@ TEST_F(MeasureTune, out_of_time_ends_a_task_without_a_result) {
 // ---- State
 
 TEST_F(MeasureTune, a_stopped_run_goes_on_where_it_was) {
+  const TuneTask second = tune_task(GemmTask{2304, 1536, 16});
   {
     TuneState kept = state(TuneStart::kNew);
     kept.add(result_of(kTask));
-    kept.add_failure({2304, 1536, 16}, "a tactic", "values");
+    kept.add_failure(second, "a tactic", "values");
   }
   TuneState kept = state(TuneStart::kResume);
   EXPECT_TRUE(kept.finished(kTask));
-  EXPECT_FALSE(kept.finished({2304, 1536, 16})) << "a failed tactic finishes nothing";
-  EXPECT_TRUE(kept.failed({2304, 1536, 16}, "a tactic"));
+  EXPECT_FALSE(kept.finished(second)) << "a failed tactic finishes nothing";
+  EXPECT_TRUE(kept.failed(second, "a tactic"));
   EXPECT_FALSE(kept.failed(kTask, "a tactic")) << "another bucket is another kernel";
-  EXPECT_FALSE(kept.failed({2304, 1536, 16}, "another"));
+  EXPECT_FALSE(kept.failed(second, "another"));
 }
 
 TEST_F(MeasureTune, resume_without_a_file_begins_one) {
@@ -277,7 +283,7 @@ TEST_F(MeasureTune, an_old_file_needs_a_word_of_the_user) {
 }
 
 TEST_F(MeasureTune, fresh_forgets_its_own_tasks_alone) {
-  const TuneTask other{7168, 1536, 8};
+  const TuneTask other = tune_task(GemmTask{7168, 1536, 8});
   {
     TuneState kept = state(TuneStart::kNew);
     kept.add(result_of(kTask));
@@ -312,32 +318,33 @@ TEST_F(MeasureTune, one_run_at_a_time_holds_the_state) {
 }
 
 TEST_F(MeasureTune, the_state_goes_when_nothing_is_left_to_resume) {
+  const TuneTask other = tune_task(GemmTask{7168, 1536, 8});
   state(TuneStart::kNew);
   EXPECT_FALSE(std::filesystem::exists(path())) << "nor does a run that said nothing leave one";
   {
     TuneState kept = state(TuneStart::kNew);
     kept.add(result_of(kTask));
-    EXPECT_FALSE(kept.close({{7168, 1536, 8}}));
+    EXPECT_FALSE(kept.close({other}));
   }
   ASSERT_TRUE(std::filesystem::exists(path())) << "it tells of a task that this run did not have";
   {
     TuneState kept = state(TuneStart::kResume);
-    EXPECT_TRUE(kept.close({{7168, 1536, 8}, kTask}));
+    EXPECT_TRUE(kept.close({other, kTask}));
   }
   EXPECT_FALSE(std::filesystem::exists(path()));
 }
 
 TEST_F(MeasureTune, a_task_is_finished_only_if_the_table_has_it) {
-  const TuneTask second{2304, 1536, 16};
+  const TuneTask second = tune_task(GemmTask{2304, 1536, 16});
   TuneState kept = state(TuneStart::kNew);
   kept.add(result_of(kTask));
   const std::vector<TuneTask> both = {kTask, second};
   EXPECT_EQ(open_tasks(both, kept, {}), both);
-  EXPECT_EQ(open_tasks(both, kept, {{2304, 1536, 8}, {2304, 1536, 16}}), std::vector{second});
+  EXPECT_EQ(open_tasks(both, kept, {kTask.key, second.key}), std::vector{second});
 }
 
 TEST_F(MeasureTune, a_torn_last_line_is_dropped_wherever_it_was_torn) {
-  const TuneTask second{2304, 1536, 16};
+  const TuneTask second = tune_task(GemmTask{2304, 1536, 16});
   std::string whole;
   {
     TuneState kept = state(TuneStart::kNew);
@@ -499,7 +506,8 @@ TEST_F(MeasureTune, the_facts_of_the_worker_are_those_of_the_run) {
 // The whole of it: a tactic that kills the worker and one that hangs it are recorded with their reasons, the others are
 // timed, and a resumed run asks for neither again.
 TEST_F(MeasureTune, tactics_that_break_the_worker_are_never_tried_again) {
-  auto candidates = tune_candidates(kTask, known_gpu("h200"), kCandidates);
+  auto plan = plan_of(kTask);
+  auto& candidates = plan.candidates;
   while (candidates.size() > 5) candidates.erase(std::prev(candidates.end()));
   const std::string dies = candidates.begin()->first;
   const std::string hangs = std::next(candidates.begin(), 2)->first;
@@ -512,7 +520,7 @@ TEST_F(MeasureTune, tactics_that_break_the_worker_are_never_tried_again) {
   };
   {
     TuneState kept = state(TuneStart::kNew);
-    const auto result = tune(kTask, candidates, time, kept, never);
+    const auto result = tune(kTask, plan, time, kept, never);
     ASSERT_TRUE(result);
     EXPECT_EQ(result->failure, "");
     EXPECT_EQ(result->failed, 2);
@@ -524,7 +532,7 @@ TEST_F(MeasureTune, tactics_that_break_the_worker_are_never_tried_again) {
 
   std::filesystem::remove(log);
   TuneState kept = state(TuneStart::kResume);
-  const auto result = tune(kTask, candidates, time, kept, never);
+  const auto result = tune(kTask, plan, time, kept, never);
   ASSERT_TRUE(result);
   EXPECT_EQ(result->tried, 3);
   EXPECT_EQ(result->failed, 0);
@@ -533,6 +541,184 @@ TEST_F(MeasureTune, tactics_that_break_the_worker_are_never_tried_again) {
   EXPECT_NE(asked.str().find(std::next(candidates.begin())->first), std::string::npos);
   EXPECT_EQ(asked.str().find(dies), std::string::npos);
   EXPECT_EQ(asked.str().find(hangs), std::string::npos);
+}
+
+// ---- PreparedKda
+
+const KdaTask kStep{StateMode::kRecords, 8, 12, 32};
+const TuneTask kStepTask = tune_task(kStep);
+
+TEST_F(MeasureTune, all_kda_keys_are_tasks_and_those_of_the_same_kernels_lie_together) {
+  const auto tasks = kda_tasks({});
+  EXPECT_EQ(tasks.size(), 2u * 8 * 4 * 9);
+  std::set<std::string> keys, names, kernels;
+  const auto kernels_of = [](const KdaTask& t) {
+    return fmt::format("{} {} {}", static_cast<int>(t.mode), t.tokens, t.heads);
+  };
+  for (std::size_t i = 0; i < tasks.size(); ++i) {
+    const TuneTask task = tune_task(tasks[i]);
+    EXPECT_TRUE(keys.insert(task.key).second) << task.key;
+    EXPECT_TRUE(names.insert(task.name).second) << task.name;
+    EXPECT_EQ(kda_task(task.key), tasks[i]);
+    EXPECT_EQ(kernels.insert(kernels_of(tasks[i])).second, i % 9 == 0);
+  }
+  const TuneKind kind = kda_kind({});
+  EXPECT_EQ(kind.ahead, 9u) << "the kernels of the next nine are compiled beside these";
+  EXPECT_EQ(kind.worker.back(), "1,2,4,8,16,32,64,128,256");
+  EXPECT_EQ(kStepTask.name, "records H 12 q 8 B 32");
+  EXPECT_EQ(tune_task(KdaTask{StateMode::kSlots, 1, 24, 2}).key, R"({"tokens":1,"heads":24,"requests":2})");
+}
+
+TEST_F(MeasureTune, a_choice_of_kda_keys_is_sorted_and_each_is_one_task) {
+  const auto tasks = kda_tasks({{StateMode::kSlots}, {8, 1}, {24, 12, 24}, {4, 2}});
+  ASSERT_EQ(tasks.size(), 8u);
+  EXPECT_EQ(tasks.front(), (KdaTask{StateMode::kSlots, 1, 12, 2}));
+  EXPECT_EQ(tasks.back(), (KdaTask{StateMode::kSlots, 8, 24, 4}));
+  EXPECT_THROW(kda_tasks({{StateMode::kSlots}, {9}, {12}, {1}}), Error);
+  EXPECT_THROW(kda_tasks({{StateMode::kSlots}, {1}, {129}, {1}}), Error);
+  EXPECT_THROW(kda_tasks({{StateMode::kSlots}, {1}, {12}, {0}}), Error);
+}
+
+TEST_F(MeasureTune, a_kda_task_tries_every_valid_tactic) {
+  const TuneKind kind = kda_kind({});
+  for (const TuneTask& task : kind.tasks) {
+    const KdaTask of = kda_task(task.key);
+    const TunePlan plan = kind.plan(task, known_gpu("h200"));
+    const int folded = of.mode == StateMode::kSlots ? 0 : of.tokens == 1 ? kKdaMaxTokens : of.tokens;
+    EXPECT_EQ(plan.candidates.size(), valid_kda_tactics(of.tokens, known_gpu("h200"), folded).size()) << task.name;
+    EXPECT_GE(plan.candidates.size(), 12u) << task.name;
+    EXPECT_TRUE(plan.references.empty());
+  }
+}
+
+TEST_F(MeasureTune, decode_with_records_is_measured_on_the_caches_of_the_longest_verify_step) {
+  EXPECT_EQ(bench_options({StateMode::kRecords, 1, 12, 1}).conv_len, 10);
+  EXPECT_EQ(bench_options({StateMode::kSlots, 1, 12, 1}).conv_len, 3);
+  EXPECT_EQ(bench_options({StateMode::kRecords, 4, 12, 1}).conv_len, 6);
+}
+
+// The fastest has wrong values, the next kills the worker when it is timed in full: neither is chosen, nor asked for
+// again after a stop. What the table then holds is what the chooser finds.
+TEST_F(MeasureTune, a_kda_choice_leaves_out_what_is_wrong_or_dies_and_is_what_the_chooser_reads) {
+  const TuneKind kind = kda_kind({{StateMode::kRecords}, {8}, {12}, {32, 64}});
+  const TunePlan plan = kind.plan(kStepTask, known_gpu("h200"));
+  const std::string wrong = "split 1 warps 4 pass_rows 1", dies = "split 1 warps 4 pass_rows 2",
+                    second = "split 2 warps 8 pass_rows 2", best = "split 2 warps 8 pass_rows 1";
+  for (const std::string& name : {wrong, dies, best, second}) ASSERT_TRUE(plan.candidates.contains(name)) << name;
+  const std::string log = folder_ + "/asked";
+  const auto at = [](const std::string& us) {
+    return R"(echo "{\"id\":$id,\"median_us\":)" + us + R"(,\"p10_us\":)" + us + R"(,\"p90_us\":)" + us +
+           R"(,\"kept\":15}")";
+  };
+  TuneClient client = fake("echo \"$line\" >>" + log + "\ncase $line in *'" + wrong +
+                               R"('*) echo "{\"id\":$id,\"failure\":\"values\",\"code\":\"internal\"}";; *')" + dies +
+                               "'*true*) exit 3;; *'" + dies + "'*) " + at("40.001") + ";; *'" + best + "'*) " +
+                               at("42.004") + ";; *'" + second + "'*) " + at("43.2") + ";; *) " + at("50") + ";; esac",
+                           kLong);
+  const auto time = [&](const TuneTask& task, const std::string& what, bool full) {
+    return client.time(task, what, full);
+  };
+  const std::string table = folder_ + "/table.json";
+  {
+    TuneState kept = state(TuneStart::kNew, kind.tasks);
+    const auto result = tune(kStepTask, plan, time, kept, never);
+    ASSERT_TRUE(result);
+    EXPECT_EQ(result->failure, "");
+    EXPECT_EQ(result->failed, 2);
+    EXPECT_EQ(result->best().tactic, best);
+    EXPECT_DOUBLE_EQ(result->runner_up_us(), 43.2);
+    merge_table(table, machine_, kind.list, {kind.entry(*result, known_gpu("h200"))});
+    kept.add(*result);
+    EXPECT_EQ(client.starts(), 2);
+  }
+  std::ostringstream written;
+  written << std::ifstream(table).rdbuf();
+  const auto entries = kda_table(written.str());
+  ASSERT_EQ(entries.size(), 1u);
+  const auto chosen = kda_table_entry(entries, 12, {20, 8}, StateMode::kRecords);
+  ASSERT_TRUE(chosen);
+  EXPECT_EQ(to_string(chosen->tactic), best);
+  EXPECT_EQ(chosen->requests, 32);
+  EXPECT_DOUBLE_EQ(chosen->us, 42.0);
+  EXPECT_FALSE(kda_table_entry(entries, 12, {20, 8}, StateMode::kSlots));
+  EXPECT_FALSE(kda_table_entry(entries, 12, {20, 7}, StateMode::kRecords));
+  const auto entry = nlohmann::json::parse(written.str()).at("kda")[0];
+  EXPECT_EQ(entry.at("runner_up_us"), 43.2);
+  EXPECT_EQ(entry.at("measured").at("date"), machine_.date);
+  EXPECT_TRUE(entry.at("measured").contains("driver"));
+
+  // The state says the one, the table has it: the other is left.
+  std::filesystem::remove(log);
+  TuneState kept = state(TuneStart::kResume, kind.tasks);
+  EXPECT_TRUE(kept.failed(kStepTask, wrong));
+  EXPECT_TRUE(kept.failed(kStepTask, dies));
+  EXPECT_EQ(open_tasks(kind.tasks, kept, table_keys(table, machine_.device, kind.list)), std::vector{kind.tasks[1]});
+  EXPECT_EQ(open_tasks(kind.tasks, kept, {}), kind.tasks);
+  ASSERT_TRUE(tune(kStepTask, plan, time, kept, never));
+  std::ostringstream asked;
+  asked << std::ifstream(log).rdbuf();
+  EXPECT_NE(asked.str().find(best), std::string::npos);
+  EXPECT_EQ(asked.str().find(wrong), std::string::npos);
+  EXPECT_EQ(asked.str().find(dies), std::string::npos);
+}
+
+TEST_F(MeasureTune, the_state_of_one_kind_outlives_a_run_of_the_other) {
+  {
+    TuneState kept = state(TuneStart::kNew);
+    kept.add(result_of(kTask));
+    kept.add_failure(kStepTask, "a tactic", "values");
+    EXPECT_FALSE(kept.close({kTask}));
+  }
+  state(TuneStart::kFresh, {kStepTask});
+  TuneState kept = state(TuneStart::kResume);
+  EXPECT_TRUE(kept.finished(kTask));
+  EXPECT_FALSE(kept.failed(kStepTask, "a tactic"));
+}
+
+// Against the file that is built in: what is not measured stays as it was, to the byte.
+TEST_F(MeasureTune, an_entry_changes_its_own_line_of_the_table_alone) {
+  const auto lines_of = [](const std::string& all) {
+    std::vector<std::string> lines;
+    std::istringstream in(all);
+    for (std::string line; std::getline(in, line);) lines.push_back(line);
+    return lines;
+  };
+  std::string before;
+  for (const EmbeddedText& file : embedded_tactics())
+    if (file.name == "h200.json") before = file.text;
+  const std::string table = folder_ + "/h200.json";
+  const auto merged = [&](const TableList& list, const std::vector<nlohmann::ordered_json>& entries) {
+    merge_table(table, machine_, list, entries);
+    std::ostringstream all;
+    all << std::ifstream(table).rdbuf();
+    return all.str();
+  };
+  std::ofstream(table) << before;
+  EXPECT_EQ(merged(kGemmList, {}), before);
+  EXPECT_EQ(merged(kKdaList, {}), before);
+  const auto old = lines_of(before);
+  const auto with_entry = [&](const KdaTask& task) {
+    return lines_of(merged(kKdaList, {kda_entry_json(task, {8, 4, 1}, 1.0)}));
+  };
+  const auto changed = with_entry({StateMode::kSlots, 1, 12, 8});
+  ASSERT_EQ(changed.size(), old.size());
+  int differ = 0;
+  for (std::size_t i = 0; i < old.size(); ++i) differ += changed[i] != old[i];
+  EXPECT_EQ(differ, 1);
+  const auto more = with_entry({StateMode::kRecords, 3, 7, 5});
+  ASSERT_EQ(more.size(), old.size() + 1);
+  EXPECT_EQ(table_keys(table, machine_.device, kKdaList).size(), kda_table(before).size() + 1);
+}
+
+TEST_F(MeasureTune, a_table_without_kda_entries_gets_a_list_of_them) {
+  const std::string table = folder_ + "/table.json";
+  merge_table(table, machine_, kGemmList, {});
+  EXPECT_TRUE(table_keys(table, machine_.device, kKdaList).empty());
+  merge_table(table, machine_, kKdaList, {kda_entry_json(kStep, {2, 8, 1}, 4.444)});
+  EXPECT_EQ(table_keys(table, machine_.device, kKdaList), std::set<std::string>{kStepTask.key});
+  std::ofstream(table) << R"({"gpu": "NVIDIA H200", "entries": [], "kda": [{"heads": 12}]})";
+  EXPECT_THROW(table_keys(table, machine_.device, kGemmList), Error)
+      << "nothing is written over what is not understood";
 }
 
 }  // namespace

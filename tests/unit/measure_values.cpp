@@ -13,7 +13,7 @@
 #include "measure/bench_host.h"
 #include "measure/check_gemm.h"
 #include "measure/row.h"
-#include "measure/table_file.h"
+#include "measure/tune_gemm.h"
 #include "measure/values.h"
 
 namespace twostep {
@@ -220,16 +220,17 @@ TEST(MeasureTable, merging_keeps_other_entries_and_refuses_another_gpu) {
   MeasuredEntry a, b;
   a.entry = {2304, 1536, 8, warp_tactic(8, 2304, 1536, known_gpu("h200")), 2.9, 5.5};
   b.entry = {2304, 1536, 16, warp_tactic(16, 2304, 1536, known_gpu("h200")), 3.7, 5.5};
-  merge_table(path, machine, {a, b});
+  merge_table(path, machine, kGemmList, {entry_json(a), entry_json(b)});
   a.entry.warp_us = 2.5;
-  merge_table(path, machine, {a});
+  merge_table(path, machine, kGemmList, {entry_json(a)});
   const auto json = nlohmann::json::parse(std::ifstream(path));
   ASSERT_EQ(json.at("entries").size(), 2u);
   EXPECT_EQ(json.at("entries")[0].at("warp_us"), 2.5);
   EXPECT_EQ(json.at("entries")[1].at("rows"), 16);
   machine.device = "NVIDIA H100 80GB HBM3";
-  EXPECT_THROW(merge_table(path, machine, {a}), Error);
-  EXPECT_EQ(table_keys(path, "NVIDIA H200"), (std::set<TableKey>{{2304, 1536, 8}, {2304, 1536, 16}}));
+  EXPECT_THROW(merge_table(path, machine, kGemmList, {entry_json(a)}), Error);
+  EXPECT_EQ(table_keys(path, "NVIDIA H200", kGemmList),
+            (std::set<std::string>{R"({"n":2304,"k":1536,"rows":8})", R"({"n":2304,"k":1536,"rows":16})"}));
   EXPECT_EQ(std::distance(std::filesystem::directory_iterator(folder), {}), 1) << "no temporary file is left";
   std::filesystem::remove_all(folder);
 }
@@ -242,24 +243,24 @@ TEST(MeasureTable, a_link_stays_a_link_and_what_cannot_be_read_is_not_taken_for_
   MeasuredEntry entry;
   entry.entry = {2304, 1536, 8, warp_tactic(8, 2304, 1536, known_gpu("h200")), 2.9, 5.5};
   std::filesystem::create_directory(folder + "/real");
-  merge_table(folder + "/real/table.json", machine, {});
+  merge_table(folder + "/real/table.json", machine, kGemmList, {});
   std::filesystem::create_symlink("real/table.json", folder + "/link.json");
-  merge_table(folder + "/link.json", machine, {entry});
+  merge_table(folder + "/link.json", machine, kGemmList, {entry_json(entry)});
   EXPECT_TRUE(std::filesystem::is_symlink(folder + "/link.json"));
-  EXPECT_EQ(table_keys(folder + "/real/table.json", machine.device).size(), 1u);
+  EXPECT_EQ(table_keys(folder + "/real/table.json", machine.device, kGemmList).size(), 1u);
 
-  EXPECT_TRUE(table_keys(folder + "/none.json", machine.device).empty());
+  EXPECT_TRUE(table_keys(folder + "/none.json", machine.device, kGemmList).empty());
   std::filesystem::create_symlink("loop.json", folder + "/loop.json");
   for (const std::string& path : {folder + "/real", folder + "/loop.json"}) {
     try {
-      merge_table(path, machine, {entry});
+      merge_table(path, machine, kGemmList, {entry_json(entry)});
       ADD_FAILURE() << path;
     } catch (const Error& error) {
       EXPECT_EQ(error.code(), StatusCode::kUnavailable) << error.what();
     }
   }
   std::ofstream(folder + "/cut.json") << "{\"gpu\": \"NVIDIA H200\", ";
-  EXPECT_THROW(table_keys(folder + "/cut.json", machine.device), Error);
+  EXPECT_THROW(table_keys(folder + "/cut.json", machine.device, kGemmList), Error);
   std::filesystem::remove_all(folder);
 }
 
