@@ -28,4 +28,10 @@ cat > "$target.dict" <<'DICT'
 "9223372036854775807"
 DICT
 
-"$target" -dict="$target.dict" -max_total_time="$seconds" -max_len=4096 -rss_limit_mb=2048 "$corpus"
+# libFuzzer's lines are many and only wanted where it found something.
+if ! "$target" -dict="$target.dict" -max_total_time="$seconds" -max_len=4096 -rss_limit_mb=2048 "$corpus" >"$target.log" 2>&1
+then
+  tail -n 60 "$target.log"
+  exit 1
+fi
+grep '^Done' "$target.log"
