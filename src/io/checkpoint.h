@@ -7,8 +7,8 @@
 #include <string_view>
 #include <vector>
 
-#include "twostep/drafter_config.h"
 #include "io/safetensors.h"
+#include "twostep/drafter_config.h"
 
 namespace twostep {
 

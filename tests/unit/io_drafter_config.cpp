@@ -3,8 +3,8 @@
 #include <nlohmann/json.hpp>
 #include <string>
 
-#include "twostep/drafter_config.h"
 #include "io/synth.h"
+#include "twostep/drafter_config.h"
 #include "twostep/status.h"
 
 namespace twostep {
