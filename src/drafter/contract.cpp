@@ -189,6 +189,10 @@ CacheShape check_cache(const DrafterConfig& config, const std::vector<TensorView
     const CacheShape this_shape{view.shape[0], view.shape[1], stride_of(view, 0, view.shape[1] * width)};
     if (stride_of(view, 1, width) != width || this_shape.page_stride < view.shape[1] * width)
       fail(StatusCode::kBadLayout, kPrepare, name, to_string(view), "dense rows, pages that do not meet", kRemedy);
+    // Kernels load 16 bytes at a time; the width of a row is a multiple of 8 by the config.
+    if (device.is_cuda() && (reinterpret_cast<std::uintptr_t>(view.data) % 16 != 0 || this_shape.page_stride % 8 != 0))
+      fail(StatusCode::kBadLayout, kPrepare, name, to_string(view), "on a GPU, 16-byte aligned pages",
+           "allocate the cache as one dense tensor");
     if (layer == 0) shape = this_shape;
     if (this_shape.pages != shape.pages || this_shape.page_rows != shape.page_rows ||
         this_shape.page_stride != shape.page_stride)

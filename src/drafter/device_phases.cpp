@@ -319,7 +319,7 @@ std::string step_model_text(const StepKernelModel& what) {
   integer("kFirstToken", m.first_token);
   integer("kMarkovRank", m.markov_rank);
   integer("kMaskToken", m.mask_token);
-  integer("kMaxLen", m.max_len);
+  text += fmt::format("  static constexpr long long kMaxLen = {};\n", m.max_len);  // up to 2^31
   integer("kK", m.k);
   integer("kCacheWidth", m.cache_width());
   integer("kHeadWidth", m.head_width());
