@@ -198,7 +198,7 @@ int run_draft(DraftOptions options) {
   options.loop.method = options.method == "block" ? VerifyMethod::kBlock : VerifyMethod::kStandard;
   if (options.device != "auto" && parse_device(kPlace, options.device))
     fail(StatusCode::kUnsupported, kPlace, "device", options.device, "cpu",
-         "the draft step has no GPU kernels yet; `twostep bench draft-layer` measures its linears");
+         "this command runs on the CPU only; `twostep bench draft-layer` measures the linears on a GPU");
   const DrafterWeights weights = DrafterWeights::load(options.checkpoint);
   JsonFile json(options.json);
   std::optional<DraftLoop> loop;

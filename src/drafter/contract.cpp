@@ -126,8 +126,8 @@ DrafterLimits check_limits(const DrafterConfig& config, const DrafterLimits& lim
                          kPrepare, limits.num_draft_tokens));
 
   if (out.max_len == 0) out.max_len = config.max_position_embeddings;
-  check_range(problems, "limits.max_len", out.max_len, limits.num_draft_tokens + 1, config.max_position_embeddings,
-              "at most max_position_embeddings, and more than num_draft_tokens");
+  check_range(problems, "limits.max_len", out.max_len, std::int64_t{limits.num_draft_tokens} + 1,
+              config.max_position_embeddings, "at most max_position_embeddings, and more than num_draft_tokens");
   if (problems.empty() && out.max_ingest_rows == 0)
     out.max_ingest_rows = std::int64_t{out.request_counts.back()} * (out.num_draft_tokens + 1);
   if (problems.empty() || limits.max_ingest_rows != 0)
@@ -294,6 +294,18 @@ Status check_verify(const StepContract& contract, const VerifyBatch& verify, std
   step->emitted = static_cast<std::int32_t*>(verify.emitted.data);
   step->emitted_stride = stride_of(verify.emitted, 0, k + 1);
   step->accepted = static_cast<std::int32_t*>(verify.accepted.data);
+  const auto meets = [&](const char* name, const TensorView& view) {
+    return refusal(StatusCode::kBadLayout, kPlace, name, to_string(view), "rows that do not meet",
+                   "give each row its own memory");
+  };
+  if (step->draft_ids_stride < k) return meets("draft_ids", verify.draft_ids);
+  if (step->emitted_stride < k + 1) return meets("emitted", verify.emitted);
+  if (step->logits_row_stride < model.vocab || step->logits_request_stride < model.vocab)
+    return meets("logits", verify.logits);
+  if (requests > 0 && step->draft_ids < step->emitted + (requests - 1) * step->emitted_stride + k + 1 &&
+      step->emitted < step->draft_ids + (requests - 1) * step->draft_ids_stride + k)
+    return refusal(StatusCode::kOverlap, kPlace, "emitted", to_string(verify.emitted),
+                   "memory that does not meet draft_ids", "give emitted its own memory");
   step->one_hot = verify.one_hot;
   step->method = verify.method;
   return {};

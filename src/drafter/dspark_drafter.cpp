@@ -293,7 +293,9 @@ struct DsparkDrafter::Impl {
 
   void ingest(const StepBatch& batch, std::span<const Tap> taps, Stream stream) {
     const StepModel& m = contract.model;
-    const bool in_place = !weights.fc_norm && taps_are_one_buffer(taps, m.target_hidden);
+    const bool aligned =  // as DraftGemm's kernels want a row
+        !device.is_cuda() || (reinterpret_cast<std::uintptr_t>(taps[0].data) % 16 == 0 && taps[0].stride % 8 == 0);
+    const bool in_place = aligned && !weights.fc_norm && taps_are_one_buffer(taps, m.target_hidden);
     if (!in_place) phases->gather_taps(batch, taps.data(), stream);
     done(Stage::kTaps, stream);
     const std::uint16_t* x = in_place ? taps[0].data : buffers.taps;

@@ -1,6 +1,7 @@
 // DrafterWeights: files, or memory of the caller, behind one Checkpoint.
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 
@@ -20,7 +21,8 @@ StoredTensor stored(const std::string& name, const TensorView& view) {
     fail(code, kPlace, name, std::move(value), accepted);
   };
   if (view.device.is_cuda()) refuse(StatusCode::kWrongDevice, to_string(view.device), "cpu");
-  if (view.rank < 1) refuse(StatusCode::kInvalidArgument, "rank " + std::to_string(view.rank), "1 or 2 dimensions");
+  if (view.rank < 1 || view.rank > 2)
+    refuse(StatusCode::kInvalidArgument, "rank " + std::to_string(view.rank), "1 or 2 dimensions");
   StoredTensor out;
   out.name = name;
   out.dtype = dtype_name(view.dtype);
@@ -32,7 +34,8 @@ StoredTensor stored(const std::string& name, const TensorView& view) {
     if (view.shape[at] > 1 && view.stride[at] != count)
       refuse(StatusCode::kBadLayout, to_string(view), "dense tensors");
     if (view.shape[at] < 1) refuse(StatusCode::kInvalidArgument, to_string(view), "sizes of 1 or more");
-    count *= view.shape[at];
+    if (__builtin_mul_overflow(count, view.shape[at], &count))
+      refuse(StatusCode::kInvalidArgument, to_string(view), "fewer than 2^63 elements");
     out.shape.insert(out.shape.begin(), view.shape[at]);
   }
   if (!view.data) refuse(StatusCode::kInvalidArgument, "null", "memory of the tensor");
@@ -72,13 +75,18 @@ DrafterWeights DrafterWeights::load(const std::filesystem::path& folder, const O
 
 DrafterWeights DrafterWeights::from_memory(const DrafterConfig& config,
                                            const std::map<std::string, TensorView>& tensors, const Options& options) {
+  const auto layers = static_cast<std::size_t>(std::max<std::int64_t>(config.num_hidden_layers, 0));
+  if (config.causal.size() != layers || config.sliding_window.size() != layers)
+    fail(StatusCode::kInvalidArgument, kPlace, "config.causal, config.sliding_window",
+         fmt::format("{}, {} entries", config.causal.size(), config.sliding_window.size()),
+         fmt::format("{}, one per layer", layers), "start from DrafterConfig::from_json");
+  DrafterConfig checked_config = DrafterConfig::from_json(config.to_json(), options.overrides);  // applies every rule
   TensorSet drafter, target;
   for (const auto& [name, view] : tensors) {
     TensorSet& set = name == "lm_head.weight" || name == "embed_tokens.weight" ? target : drafter;
     set.tensors.emplace(name, stored(name, view));
   }
-  DrafterConfig resolved = config;
-  if (options.overrides != "{}") resolved = DrafterConfig::from_json(config.to_json(), options.overrides);
+  DrafterConfig resolved = options.overrides == "{}" ? config : std::move(checked_config);
   return DrafterWeights(
       checked(Checkpoint(std::move(resolved), std::move(drafter), std::move(target), "memory", options.embedding_lent),
               options));

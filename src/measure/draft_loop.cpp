@@ -38,6 +38,9 @@ void check(const DraftLoopOptions& o, const DrafterConfig& config) {
   if (o.context + drafted > config.max_position_embeddings)
     fail(StatusCode::kInvalidArgument, "draft", "steps", std::to_string(o.steps),
          fmt::format("steps that stay below max_position_embeddings = {}", config.max_position_embeddings));
+  if (o.temperature > 0 && o.shard.ranks > 1)
+    fail(StatusCode::kUnsupported, "draft", "temperature", fmt::format("{}", o.temperature), "0 with tp above 1",
+         "draft logits of one rank are no law over the vocabulary");
   if (!(o.temperature >= 0 && o.temperature <= 1e6f))
     fail(StatusCode::kInvalidArgument, "draft", "temperature", fmt::format("{}", o.temperature), "0 to 1e6");
 }
@@ -206,9 +209,12 @@ void DraftLoop::step() {
     const auto& sequence = tokens(static_cast<int>(r));
     std::int64_t a = sequence[sequence.size() - 2], b = sequence.back();
     for (std::int64_t i = 0; i <= k; ++i) {
-      toy_logits(options_.seed, a, b,
-                 std::span(b_->logits)
-                     .subspan(static_cast<std::size_t>((r * (k + 1) + i) * vocab), static_cast<std::size_t>(vocab)));
+      const auto row =
+          std::span(b_->logits)
+              .subspan(static_cast<std::size_t>((r * (k + 1) + i) * vocab), static_cast<std::size_t>(vocab));
+      toy_logits(options_.seed, a, b, row);
+      if (options_.temperature > 0)
+        for (float& logit : row) logit /= options_.temperature;
       if (i < k) a = std::exchange(b, drafts[r * k + i]);
     }
   }

@@ -369,6 +369,17 @@ def test_whole_loops_say_what_the_target_would(folders, random):
     assert all(said[i] == greedy(said[i - 2], said[i - 1]) for i in range(3, len(said))) and len(said) > 2000
 
 
+def test_verify_refuses_rows_that_meet(folders, random, refuses):
+    batch = Batch(folders("tiny"), [4], random).ingest().draft()
+    logits, both = np.zeros((1, K + 1, 512), np.float32), np.zeros((1, K + 1), np.int32)
+    emitted, accepted = np.zeros((1, K + 1), np.int32), np.zeros(1, np.int32)
+    with refuses("overlap"):
+        batch.drafter.verify(batch.arguments(), both[:, :K], logits, both, accepted, one_hot=True)
+    with refuses("bad_layout"):
+        wide = np.broadcast_to(logits[:, :1], logits.shape)
+        batch.drafter.verify(batch.arguments(), both[:, :K], wide, emitted, accepted, one_hot=True)
+
+
 def test_refusals(folders, random, refuses, tmp_path):
     folder = folders("tiny")
     good = {"k": K}
