@@ -1,13 +1,9 @@
 // One wrapper per PTX instruction, no logic. Memory order is said in words where it matters.
 #pragma once
 
-namespace twostep {
+#include "common/types.cuh"
 
-using u8 = unsigned char;
-using u16 = unsigned short;
-using u32 = unsigned int;
-using u64 = unsigned long long;
-using i64 = long long;
+namespace twostep {
 
 __device__ inline u32 smem_address(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
 

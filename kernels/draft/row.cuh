@@ -67,20 +67,21 @@ __device__ inline i64 row_offset(const Batch& batch, const Cache& cache, i64 r, 
 
 // ---- Sums over a CTA, in a fixed order
 
-__device__ inline float warp_sum(float v) {
+template <class T>
+__device__ inline T warp_sum(T v) {
   for (int lane = kWarp / 2; lane > 0; lane /= 2) v += __shfl_xor_sync(0xffffffffu, v, lane);
   return v;
 }
 
-// The sum over the CTA's kThreads threads, in all of them. `parts` holds one float per warp; it may be used again at
+// The sum over the CTA's kThreads threads, in all of them. `parts` holds one value per warp; it may be used again at
 // once.
-template <int kThreads>
-__device__ inline float cta_sum(float v, float* parts) {
+template <int kThreads, class T>
+__device__ inline T cta_sum(T v, T* parts) {
   v = warp_sum(v);
   __syncthreads();  // parts may still be read from the sum before
   if (threadIdx.x % kWarp == 0) parts[threadIdx.x / kWarp] = v;
   __syncthreads();  // parts are written
-  float sum = 0;
+  T sum = 0;
   for (int warp = 0; warp < kThreads / kWarp; ++warp) sum += parts[warp];
   return sum;
 }

@@ -116,16 +116,7 @@ __device__ inline double prefix_of(const Verify& v, i64 r, int count, float z) {
   return prefix;
 }
 
-// Sums and bests over a CTA, in a fixed order; in all threads.
-__device__ inline double cta_sum(double value, double* parts) {
-  for (int lane = kWarp / 2; lane > 0; lane /= 2) value += __shfl_xor_sync(0xffffffffu, value, lane);
-  __syncthreads();  // parts may still be read
-  if (threadIdx.x % kWarp == 0) parts[threadIdx.x / kWarp] = value;
-  __syncthreads();  // parts are written
-  double sum = 0;
-  for (int warp = 0; warp < kVerifyWarps; ++warp) sum += parts[warp];
-  return sum;
-}
+// The best over a CTA, in all threads.
 __device__ inline Best cta_best(Best best, Best* parts) {
   best = warp_best(best);
   __syncthreads();  // parts may still be read
@@ -163,7 +154,7 @@ __device__ inline void row_statistics(const Batch& batch, const Verify& v) {
   if (best.token >= 0 && !isinf(best.score))
     for (i64 i = threadIdx.x; i < Model::kVocab; i += kVerifyThreads)
       if (const float value = values.at(i); !isnan(value)) sum += exp(double(value) - double(best.score));
-  sum = cta_sum(sum, sums);
+  sum = cta_sum<kVerifyThreads>(sum, sums);
   if (threadIdx.x == 0)
     v.stats[r * (2 * Model::kK + 1) + row] = {best.score, best.token < 0 ? 0 : best.token,
                                               double(best.score) + log(sum)};
@@ -188,7 +179,7 @@ __device__ inline void residual_mass(const Batch& batch, const Verify& v) {
     const double log_p = prefix + p.log(t), log_q = q.log(t);
     if (log_p > log_q) sum += exp(log_p) - exp(log_q);
   }
-  sum = cta_sum(sum, sums);
+  sum = cta_sum<kVerifyThreads>(sum, sums);
   if (threadIdx.x == 0) v.masses[r * Model::kK + i] = sum;
 }
 

@@ -144,17 +144,24 @@ bool there(const fs::path& path, bool force) {
 
 }  // namespace
 
+std::uint64_t synth_base(std::string_view name, std::uint64_t seed) {
+  return fnv1a64(name) + seed * 0xd1342543de82ef95u;
+}
+
+float synth_unit(std::uint64_t base, std::uint64_t index) {
+  const std::uint64_t bits = mix64(base + (index + 1) * 0x9e3779b97f4a7c15u);
+  return static_cast<float>(bits >> 40) * 0x1p-23f - 1.0f;  // 24 bits: exact
+}
+
 void fill(std::string_view name, std::uint64_t seed, std::uint64_t first_index, ValueKind kind, std::int64_t k,
           std::span<std::uint16_t> out) {
-  const std::uint64_t base = fnv1a64(name) + seed * 0xd1342543de82ef95u;
+  const std::uint64_t base = synth_base(name, seed);
   const float scale = scale_of(kind, k);
   const auto count = static_cast<std::int64_t>(out.size());
   std::uint16_t* const data = out.data();
 #pragma omp parallel for schedule(static) if (count > (1 << 16))
   for (std::int64_t i = 0; i < count; ++i) {
-    const std::uint64_t index = first_index + static_cast<std::uint64_t>(i);
-    const std::uint64_t bits = mix64(base + (index + 1) * 0x9e3779b97f4a7c15u);
-    const float unit = static_cast<float>(bits >> 40) * 0x1p-23f - 1.0f;  // 24 bits: exact
+    const float unit = synth_unit(base, first_index + static_cast<std::uint64_t>(i));
     if (kind == ValueKind::kZero) data[i] = 0;
     else if (kind == ValueKind::kNorm)
       data[i] = double_to_bf16(1.0 + static_cast<double>(unit) / 4.0);  // the sum does not fit FP32

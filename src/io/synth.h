@@ -24,6 +24,10 @@ enum class ValueKind : std::uint8_t {
   kZero,       // 0: the confidence bias
 };
 
+// The generator of all that is synthetic: its start for a name and seed, and number `index` of it, in [-1, 1), exact.
+std::uint64_t synth_base(std::string_view name, std::uint64_t seed);
+float synth_unit(std::uint64_t base, std::uint64_t index);
+
 // out[i] = value first_index + i of the tensor `name`, BF16. Indices are row-major in the unsharded tensor, so
 // that a shard is filled alone. `k` is the width of a kLinear weight, ignored for other kinds. Same bits for
 // every thread count.

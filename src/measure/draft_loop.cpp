@@ -15,14 +15,12 @@ namespace {
 constexpr std::int64_t kPageRows = 64;
 constexpr std::int64_t kPrefillRows = 1024;  // ingested at once
 
-// 4 * unit, the generator of synthetic tensors (drafter 11.3, 11.4).
 float toy_logit(std::uint64_t base, std::int64_t token) {
-  const std::uint64_t bits = mix64(base + (static_cast<std::uint64_t>(token) + 1) * 0x9e3779b97f4a7c15u);
-  return 4 * (static_cast<float>(bits >> 40) * 0x1p-23f - 1.0f);
+  return 4 * synth_unit(base, static_cast<std::uint64_t>(token));
 }
 
 std::uint64_t toy_base(std::uint64_t seed, std::int64_t a, std::int64_t b, std::int64_t vocab) {
-  return fnv1a64("toy") + (seed + static_cast<std::uint64_t>(a * vocab + b)) * 0xd1342543de82ef95u;
+  return synth_base("toy", seed + static_cast<std::uint64_t>(a * vocab + b));
 }
 
 void check(const DraftLoopOptions& o, const DrafterConfig& config) {

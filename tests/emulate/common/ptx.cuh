@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstring>
 
+#include "common/types.cuh"
 #include "core/bf16.h"
 #include "tests/emulate/emulator.h"
 
@@ -42,12 +43,6 @@ inline int atomicOr(int* to, int bits) {
 }
 
 namespace twostep {
-
-using u8 = unsigned char;
-using u16 = unsigned short;
-using u32 = unsigned int;
-using u64 = unsigned long long;
-using i64 = long long;
 
 inline std::uintptr_t smem_address(const void* p) { return reinterpret_cast<std::uintptr_t>(p); }
 inline void pdl_wait() {}
