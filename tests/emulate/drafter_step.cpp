@@ -251,23 +251,22 @@ void expect_the_same_step(const Case& c, std::int64_t requests) {
   }
   EXPECT_LT(relative_norm(gpu.hidden, cpu.hidden, requests * k), 0.01);
   EXPECT_LT(relative_norm(gpu.base_logits, cpu.base_logits, requests * k), 0.01);
-  std::int64_t other = 0;
+  // Picks are compared on the same base logits: where two scores are close, the backends' own may part, and what
+  // follows another token is another draft.
+  std::memcpy(cpu.base_logits.data, gpu.base_logits.data,
+              static_cast<std::size_t>(requests * k * gpu.base_logits.shape[1]) * 2);
+  sample_again(*both.cpu->drafter, both.in.batch());
   for (std::int64_t r = 0; r < requests; ++r) {
     EXPECT_EQ(at<std::int64_t>(gpu.first_position, r), at<std::int64_t>(cpu.first_position, r));
     EXPECT_EQ(at<std::int32_t>(gpu.status, r), 0);
-    bool same = true;  // so far: what follows another token is another draft
     for (std::int64_t i = r * k; i < r * k + k; ++i) {
       const auto token = at<std::int32_t>(gpu.tokens, i);
       EXPECT_TRUE(r == 4 ? token == -1 : token >= 0 && token < 512) << token;
-      if (same) {
-        EXPECT_NEAR(at<float>(gpu.confidence, i), at<float>(cpu.confidence, i), 0.01);
-        EXPECT_NEAR(at<float>(gpu.survival, i), at<float>(cpu.survival, i), 0.02);
-      }
-      same &= token == at<std::int32_t>(cpu.tokens, i);
-      other += !same;
+      EXPECT_EQ(token, at<std::int32_t>(cpu.tokens, i)) << "request " << r << ", draft " << i % k;
+      EXPECT_NEAR(at<float>(gpu.confidence, i), at<float>(cpu.confidence, i), 0.01);
+      EXPECT_NEAR(at<float>(gpu.survival, i), at<float>(cpu.survival, i), 0.02);
     }
   }
-  EXPECT_LE(other, requests * k / 3) << "picks differ only where two scores are close";
 }
 
 TEST(EmulatedStep, tiny) {
@@ -281,26 +280,6 @@ TEST(EmulatedStep, switched) {
 TEST(EmulatedStep, long_blocks) {
   expect_the_same_step<Long::Model>(emulate::long_case(), 1);
   expect_the_same_step<Long::Model>(emulate::long_case(), 2);
-}
-
-// The Markov chain alone: its own base logits and tokens, through the host arithmetic.
-template <class Model>
-void expect_the_picks_of_the_host(const Case& c, std::int64_t requests) {
-  SCOPED_TRACE(testing::Message() << c.name << ", inputs " << fresh());
-  Emulated<Model> both(c, requests);
-  both.run();
-  const DraftOutput &cpu = both.cpu->drafter->output(), &gpu = both.gpu->drafter->output();
-  // The same base logits on both sides: then every token is the same, but for scores within rounding.
-  std::memcpy(cpu.base_logits.data, gpu.base_logits.data,
-              static_cast<std::size_t>(requests * c.limits.num_draft_tokens * gpu.base_logits.shape[1]) * 2);
-  sample_again(*both.cpu->drafter, both.in.batch());
-  for (std::int64_t i = 0; i < requests * c.limits.num_draft_tokens; ++i)
-    EXPECT_EQ(at<std::int32_t>(gpu.tokens, i), at<std::int32_t>(cpu.tokens, i)) << i;
-}
-TEST(EmulatedSampling, picks_are_those_of_the_host) {
-  expect_the_picks_of_the_host<Tiny::Model>(emulate::tiny_case(), 4);
-  expect_the_picks_of_the_host<Switched::Model>(emulate::switched_case(), 18);
-  expect_the_picks_of_the_host<Long::Model>(emulate::long_case(), 2);
 }
 
 template <class Model>
