@@ -91,29 +91,40 @@ const char* mailbox_op_name(MailboxOp op) {
   return "?";
 }
 
-Status check_mailbox_config(MailboxConfig* config) {
-  const auto refuse = [](const char* argument, auto value, std::string accepted, const char* remedy = "") {
-    return refusal(StatusCode::kInvalidArgument, "mailbox.create", argument, fmt::format("{}", value),
-                   std::move(accepted), remedy);
-  };
-  MailboxConfig& c = *config;
+namespace {
+
+template <class T>
+Status refuse_config(const char* argument, T value, std::string accepted, const char* remedy = "") {
+  return refusal(StatusCode::kInvalidArgument, "mailbox.create", argument, fmt::format("{}", value),
+                 std::move(accepted), remedy);
+}
+
+}  // namespace
+
+Status check_mailbox_ranks(const MailboxConfig& c) {
   if (c.size < 2 || c.size > kMostRanks)
-    return refuse("size", c.size, fmt::format("2 to {}", kMostRanks), "use NCCL for this group");
-  if (c.rank < 0 || c.rank >= c.size) return refuse("rank", c.rank, fmt::format("0 to {}", c.size - 1));
+    return refuse_config("size", c.size, fmt::format("2 to {}", kMostRanks), "use NCCL for this group");
+  if (c.rank < 0 || c.rank >= c.size) return refuse_config("rank", c.rank, fmt::format("0 to {}", c.size - 1));
+  return {};
+}
+
+Status check_mailbox_config(MailboxConfig* config) {
+  MailboxConfig& c = *config;
+  if (auto status = check_mailbox_ranks(c); !status.ok()) return status;
   if (c.max_rows < 1 || c.max_rows > kMostRows)
-    return refuse("max_rows", c.max_rows, fmt::format("1 to {}", kMostRows));
-  if (c.max_cols < 8 || c.max_cols % 8 != 0) return refuse("max_cols", c.max_cols, "multiples of 8 from 8");
+    return refuse_config("max_rows", c.max_rows, fmt::format("1 to {}", kMostRows));
+  if (c.max_cols < 8 || c.max_cols % 8 != 0) return refuse_config("max_cols", c.max_cols, "multiples of 8 from 8");
   if (c.max_hidden < 8 || c.max_hidden % 8 != 0 || c.max_hidden > kMostHidden)
-    return refuse("max_hidden", c.max_hidden, fmt::format("multiples of 8 from 8 to {}", kMostHidden));
-  if (c.max_words < 1 || c.max_words > 1 << 20) return refuse("max_words", c.max_words, "1 to 1048576");
-  if (c.max_ctas < 0 || c.max_ctas > 1024) return refuse("max_ctas", c.max_ctas, "0 (chosen) to 1024");
+    return refuse_config("max_hidden", c.max_hidden, fmt::format("multiples of 8 from 8 to {}", kMostHidden));
+  if (c.max_words < 1 || c.max_words > 1 << 20) return refuse_config("max_words", c.max_words, "1 to 1048576");
+  if (c.max_ctas < 0 || c.max_ctas > 1024) return refuse_config("max_ctas", c.max_ctas, "0 (chosen) to 1024");
   if (c.peer_limit_s == 0) c.peer_limit_s = environment().peer_limit_s;
   if (!(c.peer_limit_s >= 1e-3) || c.peer_limit_s > static_cast<double>(kMostLimit))
-    return refuse("peer_limit_s", c.peer_limit_s, fmt::format("0.001 to {} seconds", kMostLimit),
-                  "a wait without a limit would hang in silence");
+    return refuse_config("peer_limit_s", c.peer_limit_s, fmt::format("0.001 to {} seconds", kMostLimit),
+                         "a wait without a limit would hang in silence");
   if (c.max_cols > kMostBytes / (2 * c.max_rows * c.size * kMailboxStages))
-    return refuse("max_cols", c.max_cols, fmt::format("regions up to {} bytes", kMostBytes),
-                  "lower max_rows or max_cols");
+    return refuse_config("max_cols", c.max_cols, fmt::format("regions up to {} bytes", kMostBytes),
+                         "lower max_rows or max_cols");
   return {};
 }
 
@@ -277,8 +288,8 @@ Status status_of(const MailboxReport& r, double peer_limit_s) {
   switch (r.cause) {
     case MailboxCause::kNone: return {};
     case MailboxCause::kPeerLost:
-      return refusal(StatusCode::kPeerLost, place, fmt::format("peer {}", r.peer),
-                     fmt::format("did not come to epoch {} in {:.3f} s (rank {}, {} rows)", r.epoch,
+      return refusal(StatusCode::kPeerLost, place, "peer",
+                     fmt::format("{}, which did not come to epoch {} in {:.3f} s (rank {}, {} rows)", r.peer, r.epoch,
                                  static_cast<double>(r.elapsed_ns) * 1e-9, r.rank, r.rows_here),
                      fmt::format("TWOSTEP_PEER_LIMIT_S = {}", peer_limit_s),
                      "look at that rank, then close and create the mailbox on all ranks");
