@@ -56,6 +56,7 @@ ROOMS = [
     ("tests/common", ["tests/common/*"], []),
     ("tests/kda", ["tests/kda/*"], ["include", "core", "kda"]),
     ("tests/gpu", ["tests/gpu/*"], ["include", "src", "tests/kda", "tests/common"]),
+    ("tests/multi", ["tests/multi/*"], ["include", "src", "tests/common"]),
     ("tests/python", ["tests/python/*"], ["include"]),
     ("tests/fuzz", ["tests/fuzz/*"], ["include", "core", "io"]),
     ("bench", ["bench/*"], ["include", "core", "gemm", "kda"]),

@@ -20,6 +20,7 @@ namespace {
 constexpr const char* kPlace = "mailbox.create";
 // Enough for the link: 32 to 64 CTAs push as fast as more do, and the rest of the GPU stays free.
 constexpr int kChosenCtas = 64;
+constexpr std::int64_t kTestWidth = 64;
 
 // Pinned host memory that the GPU writes too.
 class ReportPage {
@@ -92,6 +93,9 @@ class CudaMailbox final : public MailboxPlan {
     const ContextGuard context(context_);
     const RelaxedCapture relaxed;
     region_.map(handles, config_.rank);
+    // Not in the self-test: an allocation may wait for the GPU, where another rank may wait for us already.
+    test_in_ = DeviceBuffer(4 * kTestWidth);
+    test_out_ = DeviceBuffer(4 * kTestWidth * kMostRanks);
     const RegionLayout layout = region_layout(config_);
     auto* control = static_cast<RingControl*>(local_.data());
     for (std::size_t op = 0; op < kMailboxOps; ++op) {
@@ -178,20 +182,20 @@ class CudaMailbox final : public MailboxPlan {
   std::optional<OwnedStream> stream_;  // of the set-up
   SharedRegion region_;
   std::array<Ring, kMailboxOps> rings_{};
+  DeviceBuffer test_in_, test_out_;
 };
 
 // Small integers, whose sums BF16 holds exactly.
 void CudaMailbox::self_test() {
   constexpr std::int64_t kRows = 1;
-  const std::int64_t cols = std::min<std::int64_t>(config_.max_cols, 64);
-  const std::int64_t hidden = std::min<std::int64_t>(config_.max_hidden, 64);
+  const std::int64_t cols = std::min(config_.max_cols, kTestWidth);
+  const std::int64_t hidden = std::min(config_.max_hidden, kTestWidth);
   const std::int64_t words = std::min<std::int64_t>(config_.max_words, 5);
   const auto size = static_cast<std::int64_t>(config_.size);
   const auto value = [](std::int64_t rank, std::int64_t i) { return static_cast<float>((rank * 5 + i) % 16); };
   const ContextGuard context(context_);
   const RelaxedCapture relaxed;
-  const DeviceBuffer in(static_cast<std::size_t>(std::max({2 * cols, 4 * words, 2 * hidden})));
-  const DeviceBuffer out(static_cast<std::size_t>(std::max({2 * size * cols, 4 * size * words, 2 * hidden})));
+  const DeviceBuffer &in = test_in_, &out = test_out_;
   const auto send = [&](auto host) {
     copy_to_device(in.data(), host.data(), host.size() * sizeof host[0], stream_->view());
   };
