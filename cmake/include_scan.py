@@ -14,7 +14,7 @@ ROOMS = [
     ("tensor.h", ["include/twostep/tensor.h"], []),
     ("gemm.h", ["include/twostep/gemm.h"], ["status.h", "tensor.h"]),
     ("kda.h", ["include/twostep/kda.h"], ["status.h", "tensor.h"]),
-    ("logits.h", ["include/twostep/logits.h"], ["status.h", "tensor.h", "gemm.h"]),
+    ("logits.h", ["include/twostep/logits.h"], ["status.h", "tensor.h", "gemm.h", "mailbox.h"]),
     ("mailbox.h", ["include/twostep/mailbox.h"], ["status.h", "tensor.h"]),
     ("drafter_config.h", ["include/twostep/drafter_config.h"], []),
     ("drafter.h", ["include/twostep/drafter.h"], ["status.h", "tensor.h", "drafter_config.h"]),
