@@ -40,7 +40,7 @@ ROOMS = [
     ("mailbox", ["src/mailbox/*"], ["include", "core", "jit"]),
     ("logits plan", ["src/drafter/logits_plan.*"], ["include", "core", "drafter", "cuda", "jit", "jit loading"]),
     ("drafter plan", ["src/drafter/plan.*"], ["include", "core", "io", "drafter", "cuda", "jit", "jit loading"]),
-    ("drafter", ["src/drafter/*"], ["include", "core", "io", "jit"]),
+    ("drafter", ["src/drafter/*"], ["include", "core", "io", "jit", "mailbox"]),
     ("measure on a GPU", ["src/measure/device.*", "src/measure/nvml.*", "src/measure/*_cuda.*", "src/measure/chain.*",
                           "src/measure/bench_gemm.*", "src/measure/bench_kda.*", "src/measure/tune_worker.*",
                           "src/measure/draft_layer.*"], ["include", "src"]),

@@ -31,6 +31,7 @@ namespace twostep {
 class Bootstrap {
  public:
   virtual ~Bootstrap() = default;
+  virtual int size() const = 0;  // of the group
   // `bytes` of every rank, in the order of ranks, into all [P * bytes].
   virtual void all_gather_bytes(const void* mine, void* all, std::size_t bytes, double limit_s) = 0;
   virtual void barrier(double limit_s);  // unless overridden: all_gather_bytes of one byte
@@ -40,8 +41,8 @@ class Bootstrap {
 };
 
 // Ranks of one host that meet at a path, as processes or as threads: rank 0 listens there. The path is up to 90 bytes
-// and is removed afterwards. Returns when all have come. Throws kInvalidArgument, kUnavailable (the path), kPeerLost
-// (who did not come within limit_s, or left).
+// and is removed when all have come. Returns on rank 0 then, and elsewhere when rank 0 has been found. Throws
+// kInvalidArgument, kUnavailable (the path), kPeerLost (who did not come within limit_s, or left).
 std::unique_ptr<Bootstrap> make_socket_bootstrap(const std::string& path, int rank, int size, double limit_s = 60);
 
 enum class MailboxOp : std::uint8_t { kAllGather, kAllGatherWords, kAllReduceAddNorm };
@@ -77,7 +78,8 @@ class Mailbox {
   static Mailbox create(Bootstrap& bootstrap, const MailboxConfig& config, Device device);
   Mailbox(Mailbox&&) noexcept;
   Mailbox& operator=(Mailbox&&) noexcept;
-  // Without close() before: logs a line, unmaps the peers' memory and keeps its own, which peers may still write.
+  // Without close() before: logs a line, ends calls that wait, unmaps the peers' memory and keeps its own, which peers
+  // may still write.
   ~Mailbox();
 
   // The calls: in stream order, no allocation, lock, synchronisation or compilation; may be captured. Bound to the
@@ -102,16 +104,18 @@ class Mailbox {
 
   // What went wrong on the device, kOk so far. Host memory is read, nothing waits. kPeerLost and rows that differ name
   // rank, peer, operation and epoch; from then on every launch returns at once and outputs are undefined (poisoned),
-  // until all ranks close and create again. Ask at each step's synchronisation.
+  // until all ranks close and create again. Ask at each step's synchronisation; after close() it says the last.
   Status status() const;
   void check() const;  // throws what status() says
   void abort();        // calls that wait give up; poisoned. From any thread
-  // Collective. Waits for the device and, up to the limit, for the peers; then frees. A second call does nothing.
+  // Collective. Waits for the device and, up to the limit, for the peers; then frees. Replays of captured calls return
+  // at once from then on, while the object lives. Throws kPeerLost or kDeviceError. A second call does nothing.
   void close();
   void rebind_stream(Stream stream);  // after a synchronisation of the caller's
 
   int rank() const;
   int size() const;
+  Device device() const;
   const MailboxConfig& config() const;  // transport, peer_limit_s and max_ctas as chosen
 
   struct Impl;

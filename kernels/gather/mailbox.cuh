@@ -252,16 +252,17 @@ __device__ inline bool wait_for(const Ring& ring, const Round& round, Patience& 
   return true;
 }
 
-// After the last poll: every peer has made this very call. A call without data is nothing else.
+// After the last poll: every peer has made this very call. A call without data is nothing else. `waiting`: not given
+// up.
 template <class Rules>
-__device__ inline void leave(const Ring& ring, const Round& round, Patience& patience) {
+__device__ inline void leave(const Ring& ring, const Round& round, Patience& patience, bool waiting) {
   const int peer = threadIdx.x;
-  if (blockIdx.x == 0 && peer < Rules::kRanks && peer != ring.rank) {
+  if (waiting && blockIdx.x == 0 && peer < Rules::kRanks && peer != ring.rank) {
     uint4 h;
-    bool waiting = true;
     while (waiting && !header_of<Rules>(ring, round, peer, h)) waiting = patience.again<Rules>(ring, round, peer);
     if (waiting) same_call<Rules>(ring, round, peer, h);
   }
+  __syncthreads();  // the first thread to say so speaks for the CTA, and others may still poll
   pdl_launch();
 }
 
@@ -285,10 +286,11 @@ __device__ inline void exchange(const Ring& ring, const Round& round, u32 instea
   }
   rearm<Rules>(ring, round);
   Patience patience;
-  for (int s = 1; s < Rules::kRanks; ++s) {
+  bool waiting = true;
+  for (int s = 1; s < Rules::kRanks && waiting; ++s) {
     const int source = (ring.rank + Rules::kRanks - s) % Rules::kRanks;  // in the order in which they push to us
     const uint4* from = segment<Rules>(ring, ring.rank, round.stage, source);
-    for (u32 v = first; v < round.vectors; v += kBatch * step) {
+    for (u32 v = first; v < round.vectors && waiting; v += kBatch * step) {
       uint4 x[kBatch];
 #pragma unroll
       for (int i = 0; i < kBatch; ++i)
@@ -296,12 +298,12 @@ __device__ inline void exchange(const Ring& ring, const Round& round, u32 instea
 #pragma unroll
       for (int i = 0; i < kBatch; ++i)
         if (v + i * step < round.vectors) {
-          if (!wait_for<Rules>(ring, round, patience, source, from + v + i * step, x[i])) return;
-          store(source, v + i * step, x[i]);
+          waiting = waiting && wait_for<Rules>(ring, round, patience, source, from + v + i * step, x[i]);
+          if (waiting) store(source, v + i * step, x[i]);
         }
     }
   }
-  leave<Rules>(ring, round, patience);
+  leave<Rules>(ring, round, patience, waiting);
 }
 
 // out[m, r * cols + c] = in_r[m, c]
@@ -428,11 +430,7 @@ __device__ inline void all_reduce_add_norm(const Ring& ring, const AddNorm& a, S
           l += low(x[r].*word);
           h += high(x[r].*word);
         }
-        if (a.residual) {
-          l = round_bf16(l) + low(before);
-          h = round_bf16(h) + high(before);
-        }
-        const u32 s = pack_bf16(l, h);
+        const u32 s = pack_bf16(round_bf16(l) + low(before), round_bf16(h) + high(before));
         squares += low(s) * low(s);
         squares += high(s) * high(s);
         return s;
@@ -455,7 +453,7 @@ __device__ inline void all_reduce_add_norm(const Ring& ring, const AddNorm& a, S
           make_uint4(norm(kept[p].x, i), norm(kept[p].y, i + 2), norm(kept[p].z, i + 4), norm(kept[p].w, i + 6));
     }
   }
-  if (waiting) leave<Rules>(ring, round, patience);
+  leave<Rules>(ring, round, patience, waiting);
 }
 
 }  // namespace twostep::gather

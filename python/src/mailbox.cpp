@@ -41,6 +41,7 @@ class ObjectBootstrap final : public Bootstrap {
       std::memcpy(static_cast<std::byte*>(all) + rank * bytes, part.c_str(), bytes);
     }
   }
+  int size() const override { return static_cast<int>(size_); }
   std::string socket_path() const override { return path_; }
 
  private:

@@ -9,8 +9,9 @@ A layer is a torch.nn.Linear, or a layer of vLLM whose quant_method is the unqua
 the kernel, on torch's current stream. A traced one is the operator twostep::linear.
 """
 
+import os
+import secrets
 import sys
-import tempfile
 import warnings
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -557,17 +558,20 @@ class GroupBootstrap:
     def __init__(self, group=None):
         self.group = group
         self.rank, self.size = torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
-        place = [tempfile.mkdtemp(prefix="twostep-") + "/mailbox" if self.rank == 0 else None]
-        source = 0 if group is None else torch.distributed.get_global_rank(group, 0)
-        torch.distributed.broadcast_object_list(place, src=source, group=group)
-        self.socket_path = place[0]
+        name = f"twostep-{os.getpid()}-{secrets.token_hex(4)}".encode()
+        name = self.all_gather_bytes(name.ljust(64), 60)[0].decode().strip()  # that of rank 0
+        self.socket_path = os.path.join("/tmp", name)  # the sockets there are removed after use
 
     def all_gather_bytes(self, data, limit_s):
-        """`data`, of the same length on every rank, by rank. Raises within limit_s seconds where a rank is missing."""
+        """`data`, of the same length on every rank, by rank. Raises Error peer_lost after limit_s seconds."""
         mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         everyone = [torch.empty_like(mine) for _ in range(self.size)]
-        work = torch.distributed.all_gather(everyone, mine, group=self.group, async_op=True)
-        work.wait(timedelta(seconds=limit_s))
+        try:
+            work = torch.distributed.all_gather(everyone, mine, group=self.group, async_op=True)
+            work.wait(timedelta(seconds=limit_s))
+        except RuntimeError as error:
+            refuse("peer_lost", "mailbox.bootstrap", "the group", str(error).splitlines()[0], f"all ranks within {limit_s} s",
+                   "look at the other ranks, then start the group again")
         return [part.numpy().tobytes() for part in everyone]
 
 
@@ -593,7 +597,7 @@ class LogitsGather:
         mailbox = self.mailbox
         if logits.dim() != 2 or logits.dtype is not _BF16 or mailbox.accepts("all_gather", *logits.shape) is not None:
             return None
-        if logits.stride(1) != 1 or logits.stride(0) % 8 or logits.data_ptr() % 16:
+        if logits.stride(1) != 1 or logits.stride(0) % 8 or logits.stride(0) < logits.shape[1] or logits.data_ptr() % 16:
             logits = logits.contiguous()
         out = logits.new_empty((logits.shape[0], mailbox.size * logits.shape[1]))
         return mailbox.all_gather(logits, out)

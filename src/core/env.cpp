@@ -66,8 +66,9 @@ Environment read() {
   env.log_level = text_of("TWOSTEP_LOG");
   env.threads = count_of("TWOSTEP_THREADS");
   env.peer_limit_s = seconds_of("TWOSTEP_PEER_LIMIT_S", env.peer_limit_s);
-  for (const char* name : {"TWOSTEP_CACHE_DIR", "TWOSTEP_CACHE", "TWOSTEP_JIT", "TWOSTEP_WARP", "TWOSTEP_DRAFTER_GPU",
-                           "TWOSTEP_NVRTC", "TWOSTEP_CUBLASLT", "TWOSTEP_LOG", "TWOSTEP_THREADS", "TWOSTEP_PEER_LIMIT_S"})
+  for (const char* name :
+       {"TWOSTEP_CACHE_DIR", "TWOSTEP_CACHE", "TWOSTEP_JIT", "TWOSTEP_WARP", "TWOSTEP_DRAFTER_GPU", "TWOSTEP_NVRTC",
+        "TWOSTEP_CUBLASLT", "TWOSTEP_LOG", "TWOSTEP_THREADS", "TWOSTEP_PEER_LIMIT_S"})
     if (const char* value = std::getenv(name)) env.set.emplace_back(name, value);
   return env;
 }

@@ -4,6 +4,7 @@
 
 #include "core/check.h"
 #include "drafter/logits.h"
+#include "mailbox/contract.h"
 
 namespace twostep {
 namespace {
@@ -27,6 +28,13 @@ TensorView rows_of(TensorView head, std::int64_t vocab) {
          "0 to " + std::to_string(head.shape[0]) + ", the rows of the head");
   head.shape[0] = vocab;
   return head;
+}
+
+bool meet(const TensorView& a, const TensorView& b) {
+  const auto end = [](const TensorView& view) {
+    return static_cast<const std::uint16_t*>(view.data) + (view.shape[0] - 1) * view.stride[0] + view.shape[1];
+  };
+  return static_cast<const std::uint16_t*>(a.data) < end(b) && static_cast<const std::uint16_t*>(b.data) < end(a);
 }
 
 }  // namespace
@@ -63,6 +71,9 @@ DraftLogits::DraftLogits(const TensorView& head, LogitsOptions options)
     if (vocab_ < 0 || vocab_ > rows)
       fail(StatusCode::kInvalidArgument, "logits.DraftLogits", "vocab", std::to_string(vocab_),
            fmt::format("0 to {}, the {} rows of the head on each of {} ranks", rows, rows_, mailbox_->size()));
+    if (head.device != mailbox_->device())
+      fail(StatusCode::kWrongDevice, "logits.DraftLogits", "head.device", to_string(head.device),
+           to_string(mailbox_->device()), "give each rank the head on the device of its mailbox");
     const std::int64_t most = mailbox_->config().max_rows;
     throw_if_error(mailbox_->accepts(MailboxOp::kAllGather, most, rows_, DType::kBF16));
     in_out_ = vocab_ == rows && what.changes_nothing();
@@ -100,6 +111,15 @@ void DraftLogits::gather(const TensorView* head, const TensorView& hidden, const
   TensorView own = all;
   own.data = static_cast<std::uint16_t*>(all.data) + mailbox_->rank() * rows_;
   own.shape[1] = rows_;
+  // All that can be refused is refused before the first launch: the peers would wait for the rest.
+  LogitsStep step;
+  throw_if_error(check_logits_step(all, out, mailbox_->device(), &step));
+  if (in_out && m > 0)
+    for (const TensorView* in : {&hidden, head})
+      if (in && meet(*in, out))
+        fail(StatusCode::kOverlap, "logits.run", "out", to_string(out), "memory that meets neither hidden nor head",
+             "give out its own memory");
+  require_ready(*mailbox_, MailboxOp::kAllGather, stream);
   if (head) gemm_.run(*head, hidden, own, stream);
   else gemm_.run(hidden, own, stream);
   mailbox_->all_gather(own, all, stream);

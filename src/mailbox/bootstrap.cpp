@@ -17,7 +17,6 @@ namespace {
 
 constexpr const char* kPlace = "mailbox.bootstrap";
 constexpr std::uint32_t kHello = 0x32706d62;  // "bmp2"
-constexpr std::size_t kLongestPath = 90;      // room for the sockets of descriptors beside it
 constexpr auto kAgain = std::chrono::milliseconds(5);
 
 struct Hello {
@@ -53,15 +52,18 @@ class SocketBootstrap final : public Bootstrap {
     for (std::size_t rank = 1; rank < peers_.size(); ++rank) {
       std::uint64_t count = 0;
       expect(receive_all(peers_[rank], &count, sizeof count, deadline), static_cast<int>(rank), limit_s);
-      if (count != bytes)
+      if (count != bytes) {
+        peers_ = std::vector<Socket>(peers_.size());
         fail(StatusCode::kInvalidArgument, kPlace, fmt::format("bytes of rank {}", rank), std::to_string(count),
              fmt::format("{}, as rank 0", bytes), "make the same calls on all ranks");
+      }
       expect(receive_all(peers_[rank], to + rank * bytes, bytes, deadline), static_cast<int>(rank), limit_s);
     }
     for (std::size_t rank = 1; rank < peers_.size(); ++rank)
       expect(send_all(peers_[rank], all, bytes * peers_.size(), deadline), static_cast<int>(rank), limit_s);
   }
 
+  int size() const override { return static_cast<int>(peers_.size()); }
   std::string socket_path() const override { return path_; }
 
  private:
@@ -95,6 +97,8 @@ class SocketBootstrap final : public Bootstrap {
       peers_[static_cast<std::size_t>(hello.rank)] = std::move(peer);
       ++come;
     }
+    listener_ = Socket();  // a group that starts here later finds nobody of this one
+    bound_.reset();
   }
 
   void connect(const Deadline& deadline, double limit_s) {
@@ -118,8 +122,8 @@ class SocketBootstrap final : public Bootstrap {
 }  // namespace
 
 std::unique_ptr<Bootstrap> make_socket_bootstrap(const std::string& path, int rank, int size, double limit_s) {
-  if (path.empty() || path.size() > kLongestPath)
-    fail(StatusCode::kInvalidArgument, kPlace, "path", path, fmt::format("1 to {} bytes", kLongestPath),
+  if (path.empty() || path.size() > kLongestBootstrapPath)
+    fail(StatusCode::kInvalidArgument, kPlace, "path", path, fmt::format("1 to {} bytes", kLongestBootstrapPath),
          "use a shorter path, as under /tmp");
   if (size < 2 || size > kMostRanks)
     fail(StatusCode::kInvalidArgument, kPlace, "size", std::to_string(size), fmt::format("2 to {}", kMostRanks));
@@ -130,13 +134,13 @@ std::unique_ptr<Bootstrap> make_socket_bootstrap(const std::string& path, int ra
   return std::make_unique<SocketBootstrap>(path, rank, size, limit_s);
 }
 
-std::vector<int> exchange_descriptors(const std::string& path, int rank, int size, int fd, double limit_s) {
-  const Deadline deadline(limit_s);
-  const auto path_of = [&](int of) { return fmt::format("{}.fd{}", path, of); };
-  const Socket socket = make_socket(SOCK_DGRAM);
-  bind_socket(socket, path_of(rank));
-  const SocketPath bound(path_of(rank));
+DescriptorSocket::DescriptorSocket(const std::string& path, int rank)
+    : path_(path), rank_(rank), socket_(make_socket(SOCK_DGRAM)), bound_(fmt::format("{}.fd{}", path, rank)) {
+  bind_socket(socket_, fmt::format("{}.fd{}", path, rank));
+}
 
+std::vector<int> DescriptorSocket::exchange(int size, int fd, double limit_s) const {
+  const Deadline deadline(limit_s);
   struct Descriptors {  // closed unless they are given away
     std::vector<int> fds;
     ~Descriptors() {
@@ -159,8 +163,8 @@ std::vector<int> exchange_descriptors(const std::string& path, int rank, int siz
   };
 
   for (int i = 1; i < size; ++i) {
-    const int peer = (rank + i) % size;
-    std::int32_t mine = rank;
+    const int peer = (rank_ + i) % size;
+    std::int32_t mine = rank_;
     Message message(&mine);
     cmsghdr* part = CMSG_FIRSTHDR(&message.header);
     part->cmsg_level = SOL_SOCKET;
@@ -169,23 +173,29 @@ std::vector<int> exchange_descriptors(const std::string& path, int rank, int siz
     std::memcpy(CMSG_DATA(part), &fd, sizeof fd);
     for (;;) {
       const Socket to = make_socket(SOCK_DGRAM);
-      if (connect_socket(to, path_of(peer)) && ::sendmsg(to.fd(), &message.header, MSG_NOSIGNAL) >= 0) break;
+      if (connect_socket(to, fmt::format("{}.fd{}", path_, peer)) &&
+          ::sendmsg(to.fd(), &message.header, MSG_NOSIGNAL) >= 0)
+        break;
       if (deadline.is_over()) fail_peer(peer, "has no socket for descriptors", limit_s);
       std::this_thread::sleep_for(kAgain);
     }
   }
   for (int come = 1; come < size;) {
-    if (!wait_readable(socket.fd(), deadline))
+    if (!wait_readable(socket_.fd(), deadline))
       for (int peer = 0; peer < size; ++peer)
-        if (peer != rank && got.fds[static_cast<std::size_t>(peer)] < 0) fail_peer(peer, "sent no descriptor", limit_s);
+        if (peer != rank_ && got.fds[static_cast<std::size_t>(peer)] < 0)
+          fail_peer(peer, "sent no descriptor", limit_s);
     std::int32_t from = -1;
     Message message(&from);
-    if (::recvmsg(socket.fd(), &message.header, MSG_CMSG_CLOEXEC) != sizeof from) continue;
+    if (::recvmsg(socket_.fd(), &message.header, MSG_CMSG_CLOEXEC) != sizeof from) continue;
+    if (message.header.msg_flags & MSG_CTRUNC)
+      fail(StatusCode::kUnavailable, kPlace, fmt::format("descriptor of rank {}", from), "no room for it",
+           "a descriptor for each peer", "raise the limit of open files");
     const cmsghdr* part = CMSG_FIRSTHDR(&message.header);
     if (part == nullptr || part->cmsg_type != SCM_RIGHTS) continue;
     int received = -1;
     std::memcpy(&received, CMSG_DATA(part), sizeof received);
-    const bool expected = from >= 0 && from < size && from != rank && got.fds[static_cast<std::size_t>(from)] < 0;
+    const bool expected = from >= 0 && from < size && from != rank_ && got.fds[static_cast<std::size_t>(from)] < 0;
     if (!expected) {
       ::close(received);
       continue;

@@ -101,16 +101,13 @@ Status refuse_config(const char* argument, T value, std::string accepted, const 
 
 }  // namespace
 
-Status check_mailbox_ranks(const MailboxConfig& c) {
+Status check_mailbox_config(MailboxConfig* config, int size_of_group) {
+  MailboxConfig& c = *config;
   if (c.size < 2 || c.size > kMostRanks)
     return refuse_config("size", c.size, fmt::format("2 to {}", kMostRanks), "use NCCL for this group");
+  if (c.size != size_of_group)
+    return refuse_config("size", c.size, fmt::format("{}, the size of the bootstrap's group", size_of_group));
   if (c.rank < 0 || c.rank >= c.size) return refuse_config("rank", c.rank, fmt::format("0 to {}", c.size - 1));
-  return {};
-}
-
-Status check_mailbox_config(MailboxConfig* config) {
-  MailboxConfig& c = *config;
-  if (auto status = check_mailbox_ranks(c); !status.ok()) return status;
   if (c.max_rows < 1 || c.max_rows > kMostRows)
     return refuse_config("max_rows", c.max_rows, fmt::format("1 to {}", kMostRows));
   if (c.max_cols < 8 || c.max_cols % 8 != 0) return refuse_config("max_cols", c.max_cols, "multiples of 8 from 8");

@@ -10,8 +10,7 @@
 namespace twostep {
 
 // The config as create takes it; peer_limit_s is filled in.
-Status check_mailbox_ranks(const MailboxConfig& config);
-Status check_mailbox_config(MailboxConfig* config);
+Status check_mailbox_config(MailboxConfig* config, int size_of_group);
 Status mailbox_accepts(const MailboxConfig& config, MailboxOp op, std::int64_t rows, std::int64_t cols, DType dtype);
 
 struct GatherStep {
@@ -33,6 +32,9 @@ Status check_add_norm(const MailboxConfig& config, Device device, const TensorVi
 
 // CTAs of a call, from its sizes and the most that are resident.
 std::uint32_t mailbox_grid(MailboxOp op, std::int64_t rows, std::int64_t vectors, int most);
+
+// Throws what a call of `op` on this stream would throw for the mailbox's own state, and binds nothing.
+void require_ready(const Mailbox& mailbox, MailboxOp op, Stream stream);
 
 const char* mailbox_op_name(MailboxOp op);  // "all_gather"
 // kOk without a report.

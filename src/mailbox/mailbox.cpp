@@ -18,10 +18,9 @@ struct Mailbox::Impl {
   std::unique_ptr<MailboxPlan> plan;
   std::optional<void*> stream;  // of the first call
   std::atomic<bool> aborted{false};
-  bool closed = false;
+  std::atomic<bool> closed{false};
 
   Status status() const {
-    if (closed) return {};
     const MailboxReport& report = plan->report();
     if (__atomic_load_n(&report.done, __ATOMIC_ACQUIRE) != 0) return status_of(report, config.peer_limit_s);
     if (aborted.load(std::memory_order_acquire))
@@ -30,20 +29,30 @@ struct Mailbox::Impl {
     return {};
   }
 
-  // Poisoned and closed mailboxes take no call, and a call takes the stream of those before.
-  void require_ready(MailboxOp op, Stream on) {
+  // Poisoned and closed mailboxes take no call, and a call takes the stream of those before. Whether it captures.
+  bool require_ready(MailboxOp op, Stream on) const {
     const auto refuse = [&](const char* argument, std::string value, const char* accepted, const char* remedy) {
       fail(StatusCode::kInvalidArgument, std::string("mailbox.") + mailbox_op_name(op), argument, std::move(value),
            accepted, remedy);
     };
     if (closed) refuse("the mailbox", "closed", "an open mailbox", "create it again on all ranks");
     throw_if_error(status());
-    if (!stream) stream = on.handle;
-    if (*stream != on.handle && !plan->is_capturing(on))
+    const bool capturing = plan->is_capturing(on);
+    if (!capturing && stream && *stream != on.handle)
       refuse("stream", fmt::format("{}", on.handle), "the stream of the first call, or one that captures",
              "call rebind_stream after a synchronisation");
+    return capturing;
+  }
+
+  template <class Run>
+  void call(MailboxOp op, Stream on, Run&& run) {
+    const bool capturing = require_ready(op, on);
+    run();
+    if (!capturing) stream = on.handle;  // a stream of captures comes and goes
   }
 };
+
+void require_ready(const Mailbox& mailbox, MailboxOp op, Stream stream) { mailbox.impl().require_ready(op, stream); }
 
 Mailbox::Mailbox(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
 Mailbox::Mailbox(Mailbox&&) noexcept = default;
@@ -56,7 +65,14 @@ Mailbox& Mailbox::operator=(Mailbox&& other) noexcept {
 Mailbox::~Mailbox() {
   if (!impl_ || impl_->closed) return;
   log_warn("mailbox: destroyed without close(): its memory stays, since peers may still write to it");
-  impl_->plan->unmap();
+  try {
+    abort();
+    impl_->plan->stop();  // calls that wait have given up
+    impl_->plan->unmap();
+  } catch (const std::exception& error) {
+    log_warn(std::string("mailbox: all of it stays: ") + error.what());
+    impl_->plan.release();
+  }
 }
 
 Mailbox Mailbox::create(Bootstrap& bootstrap, const MailboxConfig& wanted, Device device) {
@@ -64,11 +80,9 @@ Mailbox Mailbox::create(Bootstrap& bootstrap, const MailboxConfig& wanted, Devic
   impl->config = wanted;
   impl->device = device;
   impl->bootstrap = &bootstrap;
-  // Without a number and a size there is no group to tell. All else that a rank finds wrong with its own is voted on:
-  // nobody waits for one that has gone.
-  throw_if_error(check_mailbox_ranks(wanted));
-  all_or_none(bootstrap, wanted, [&] {
-    throw_if_error(check_mailbox_config(&impl->config));
+  // What a rank finds wrong with its own is voted on: nobody waits for one that has gone.
+  all_or_none(bootstrap, wanted.peer_limit_s, [&] {
+    throw_if_error(check_mailbox_config(&impl->config, bootstrap.size()));
     if (!device.is_cuda())
       fail(StatusCode::kUnavailable, "mailbox.create", "device", to_string(device), "cuda:N",
            "a mailbox moves memory between GPUs; a CPU is one rank");
@@ -87,15 +101,13 @@ Mailbox Mailbox::create(Bootstrap& bootstrap, const MailboxConfig& wanted, Devic
 void Mailbox::all_gather(const TensorView& in, const TensorView& out, Stream stream) {
   GatherStep step;
   throw_if_error(check_all_gather(impl_->config, impl_->device, in, out, &step));
-  impl_->require_ready(MailboxOp::kAllGather, stream);
-  impl_->plan->all_gather(step, stream);
+  impl_->call(MailboxOp::kAllGather, stream, [&] { impl_->plan->all_gather(step, stream); });
 }
 
 void Mailbox::all_gather_words(const TensorView& in, const TensorView& out, Stream stream) {
   GatherStep step;
   throw_if_error(check_all_gather_words(impl_->config, impl_->device, in, out, &step));
-  impl_->require_ready(MailboxOp::kAllGatherWords, stream);
-  impl_->plan->all_gather_words(step, stream);
+  impl_->call(MailboxOp::kAllGatherWords, stream, [&] { impl_->plan->all_gather_words(step, stream); });
 }
 
 void Mailbox::all_reduce_add_norm(const TensorView& in, const std::optional<TensorView>& residual,
@@ -103,8 +115,7 @@ void Mailbox::all_reduce_add_norm(const TensorView& in, const std::optional<Tens
                                   const std::optional<TensorView>& norm_out, Stream stream) {
   AddNormStep step;
   throw_if_error(check_add_norm(impl_->config, impl_->device, in, residual, residual_out, gamma, eps, norm_out, &step));
-  impl_->require_ready(MailboxOp::kAllReduceAddNorm, stream);
-  impl_->plan->all_reduce_add_norm(step, stream);
+  impl_->call(MailboxOp::kAllReduceAddNorm, stream, [&] { impl_->plan->all_reduce_add_norm(step, stream); });
 }
 
 Status Mailbox::accepts(MailboxOp op, std::int64_t rows, std::int64_t cols, DType dtype) const {
@@ -120,13 +131,15 @@ void Mailbox::abort() {
 
 void Mailbox::close() {
   if (impl_->closed) return;
-  impl_->closed = true;
-  throw_if_error(tear_down_mailbox(*impl_->bootstrap, impl_->config, *impl_->plan));
+  const Status status = tear_down_mailbox(*impl_->bootstrap, impl_->config, *impl_->plan);
+  impl_->closed = true;  // not before: an abort may end what close waits for
+  throw_if_error(status);
 }
 
 void Mailbox::rebind_stream(Stream stream) { impl_->stream = stream.handle; }
 int Mailbox::rank() const { return impl_->config.rank; }
 int Mailbox::size() const { return impl_->config.size; }
+Device Mailbox::device() const { return impl_->device; }
 const MailboxConfig& Mailbox::config() const { return impl_->config; }
 
 }  // namespace twostep

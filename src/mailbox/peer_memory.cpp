@@ -1,11 +1,12 @@
 #include "mailbox/peer_memory.h"
 
 #include <fmt/format.h>
+#include <unistd.h>
 
 #include <cstring>
-#include <mutex>
 
 #include "core/check.h"
+#include "core/log.h"
 
 namespace twostep {
 namespace {
@@ -15,6 +16,7 @@ constexpr int kAttributeVirtualMemory = 102;
 constexpr int kAttributePosixFd = 103;
 constexpr CUresult kPeerAccessAlreadyEnabled = 704;
 constexpr int kGranularityMinimum = 0;
+constexpr std::size_t kIpcBlock = 2 << 20;
 
 CUdevice device_of(int ordinal) {
   CUdevice device = 0;
@@ -41,7 +43,21 @@ std::uint32_t possible_transports(int ordinal) {
   };
   const auto bit = [](PeerTransport transport) { return 1u << static_cast<unsigned>(transport); };
   std::uint32_t possible = bit(PeerTransport::kSameProcess) | bit(PeerTransport::kCudaIpc);
-  if (attribute(kAttributeVirtualMemory) && attribute(kAttributePosixFd)) possible |= bit(PeerTransport::kVmmFd);
+  if (!attribute(kAttributeVirtualMemory) || !attribute(kAttributePosixFd)) return possible;
+  // A container may forbid what the attributes promise: a trial says it while another transport can still be chosen.
+  try {
+    SharedRegion trial;
+    trial.allocate(ordinal, PeerTransport::kVmmFd, 1);
+    try {
+      ::close(trial.handle().fd);
+      possible |= bit(PeerTransport::kVmmFd);
+    } catch (const Error& error) {
+      log_info(std::string("mailbox: no vmm_fd: ") + error.what());
+    }
+    trial.release();
+  } catch (const Error& error) {
+    log_info(std::string("mailbox: no vmm_fd: ") + error.what());
+  }
   return possible;
 }
 
@@ -51,7 +67,7 @@ std::array<std::uint8_t, 16> uuid_of(int ordinal) {
   return uuid;
 }
 
-void require_peer_access(int ordinal, const std::array<std::uint8_t, 16>& peer_uuid) {
+void require_peer_access(int ordinal, const std::array<std::uint8_t, 16>& peer_uuid, PeerTransport transport) {
   if (peer_uuid == uuid_of(ordinal)) return;  // ranks of one GPU
   for (int peer = 0; peer < device_count(); ++peer) {
     if (uuid_of(peer) != peer_uuid) continue;
@@ -60,6 +76,7 @@ void require_peer_access(int ordinal, const std::array<std::uint8_t, 16>& peer_u
     if (!can)
       fail(StatusCode::kUnavailable, kPlace, "peer access", fmt::format("cuda:{} cannot reach cuda:{}", ordinal, peer),
            "GPUs joined by NVLink or PCIe peer access", "use NCCL for this group");
+    if (transport != PeerTransport::kSameProcess) return;
     // Once per pair and process, however many mailboxes there are.
     const CUresult result = driver().cuCtxEnablePeerAccess(primary_context(peer), 0);
     if (result != kPeerAccessAlreadyEnabled) check_cuda(result, "cuCtxEnablePeerAccess", kPlace);
@@ -81,6 +98,8 @@ void SharedRegion::allocate(int device, PeerTransport transport, std::size_t byt
     TWOSTEP_CUDA_CHECK(cuMemCreate(&memory_, bytes_, &properties, 0), kPlace);
     own_ = map_handle(memory_);
   } else {
+    // Whole blocks: a handle of cuda_ipc gives away all of the block that an allocation is in.
+    bytes_ = (bytes + kIpcBlock - 1) / kIpcBlock * kIpcBlock;
     CUdeviceptr address = 0;
     TWOSTEP_CUDA_CHECK(cuMemAlloc(&address, bytes_), kPlace);
     own_ = reinterpret_cast<std::byte*>(address);

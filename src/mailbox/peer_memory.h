@@ -12,8 +12,9 @@ namespace twostep {
 
 std::uint32_t possible_transports(int device);
 std::array<std::uint8_t, 16> uuid_of(int device);
-// Throws kUnavailable unless `device` can reach the memory of the GPU with this UUID. Lets it, where plain pointers do.
-void require_peer_access(int device, const std::array<std::uint8_t, 16>& peer);
+// Throws kUnavailable unless `device` can reach the memory of the GPU with this UUID. Lets its context, where plain
+// pointers are used; the other transports grant access by allocation, without a context on every GPU of the group.
+void require_peer_access(int device, const std::array<std::uint8_t, 16>& peer, PeerTransport transport);
 
 // The context of the device is current in every call.
 class SharedRegion {

@@ -3,10 +3,12 @@
 
 #include <algorithm>
 #include <cstring>
-#include <thread>
+#include <limits>
+#include <optional>
 
 #include "core/bf16.h"
 #include "core/check.h"
+#include "core/log.h"
 #include "cuda/launch.h"
 #include "cuda/memory.h"
 #include "jit/kernel_cache.h"
@@ -20,6 +22,7 @@ namespace {
 constexpr const char* kPlace = "mailbox.create";
 // Enough for the link: 32 to 64 CTAs push as fast as more do, and the rest of the GPU stays free.
 constexpr int kChosenCtas = 64;
+constexpr int kVirtualCtas = 32;
 constexpr std::int64_t kTestWidth = 64;
 
 // Pinned host memory that the GPU writes too.
@@ -57,25 +60,34 @@ class CudaMailbox final : public MailboxPlan {
       TWOSTEP_CUDA_CHECK(cuOccupancy(&per_sm, kernels_[op]->function, kMailboxThreads, 0), kPlace);
       if (per_sm == 0)
         fail(StatusCode::kUnsupported, kPlace, "occupancy", "0 CTAs per SM", "1 or more", "use NCCL for this group");
-      most_ctas_ = std::min(most_ctas_, per_sm * facts.sm_count);
+      resident_ctas_ = std::min(resident_ctas_, per_sm * facts.sm_count);
     }
+    most_ctas_ = std::min(most_ctas_, resident_ctas_);
     local_ = DeviceBuffer(kMailboxOps * sizeof(RingControl) + sizeof(std::uint32_t));
     report_.emplace();
     stream_.emplace();
     TWOSTEP_CUDA_CHECK(cuMemsetD8Async(local_.address(), 0, local_.bytes(), stream_->get()), kPlace);
     stream_->synchronize();
+    transports_ = possible_transports(device_);
+    uuid_ = uuid_of(device_);
   }
   ~CudaMailbox() override {
-    const ContextGuard context(context_);
-    stream_.reset();
-    report_.reset();
+    quietly([&] {
+      stream_.reset();
+      report_.reset();
+    });
   }
 
-  std::uint32_t transports() const override { return possible_transports(device_); }
-  std::array<std::uint8_t, 16> device_uuid() const override { return uuid_of(device_); }
-  void require_access(const std::array<std::uint8_t, 16>& peer) override {
+  std::uint32_t transports() const override { return transports_; }
+  std::array<std::uint8_t, 16> device_uuid() const override { return uuid_; }
+  void require_access(const std::array<std::uint8_t, 16>& peer, PeerTransport transport) override {
     const ContextGuard context(context_);
-    require_peer_access(device_, peer);
+    const RelaxedCapture relaxed;
+    require_peer_access(device_, peer, transport);
+  }
+  // Virtual ranks wait for each other: all their grids must be resident together.
+  void share_device(int ranks) override {
+    if (ranks > 1) most_ctas_ = std::max(1, std::min({most_ctas_, kVirtualCtas, resident_ctas_ / ranks}));
   }
   void allocate(PeerTransport transport, std::int64_t bytes) override {
     const ContextGuard context(context_);
@@ -87,6 +99,7 @@ class CudaMailbox final : public MailboxPlan {
   }
   MemoryHandle handle() override {
     const ContextGuard context(context_);
+    const RelaxedCapture relaxed;
     return region_.handle();
   }
   void map(std::span<MemoryHandle> handles) override {
@@ -113,17 +126,17 @@ class CudaMailbox final : public MailboxPlan {
     }
   }
   void self_test() override;
-  void synchronize() override {
+  void stop() override {
     const ContextGuard context(context_);
+    const RelaxedCapture relaxed;
     TWOSTEP_CUDA_CHECK(cuCtxSynchronize(), "mailbox.close");
+    poison("mailbox.close");
   }
   void unmap() noexcept override {
-    const ContextGuard context(context_);
-    region_.unmap();
+    quietly([&] { region_.unmap(); });
   }
   void release() noexcept override {
-    const ContextGuard context(context_);
-    region_.release();
+    quietly([&] { region_.release(); });
   }
 
   void all_gather(const GatherStep& step, Stream stream) override {
@@ -145,19 +158,35 @@ class CudaMailbox final : public MailboxPlan {
   const MailboxReport& report() const override { return report_->get(); }
   int most_ctas() const override { return most_ctas_; }
 
-  // The word by the copy engine, for launches to come; the page, for calls that wait and read neither.
+  // The page, for calls that wait, which then report it; the word, for launches to come.
   void abort() override {
     const ContextGuard context(context_);
     const RelaxedCapture relaxed;
     __atomic_store_n(&report_->get().abort_request, 1u, __ATOMIC_RELEASE);
-    const OwnedStream stream;
-    TWOSTEP_CUDA_CHECK(cuMemsetD32Async(reinterpret_cast<CUdeviceptr>(poisoned()), 1, 1, stream.get()),
-                       "mailbox.abort");
+    poison("mailbox.abort");
   }
 
  private:
   std::uint32_t* poisoned() const {
     return reinterpret_cast<std::uint32_t*>(static_cast<RingControl*>(local_.data()) + kMailboxOps);
+  }
+
+  void poison(const char* place) {
+    const OwnedStream stream;
+    TWOSTEP_CUDA_CHECK(cuMemsetD32Async(reinterpret_cast<CUdeviceptr>(poisoned()), 1, 1, stream.get()), place);
+    stream.synchronize();
+  }
+
+  // At the end of a process the driver may be gone before this object.
+  template <class Work>
+  void quietly(Work&& work) noexcept {
+    try {
+      const ContextGuard context(context_);
+      const RelaxedCapture relaxed;
+      work();
+    } catch (const Error& error) {
+      log_warn(error.what());
+    }
   }
 
   void launch_op(MailboxOp op, std::int64_t rows, std::int64_t vectors, Stream stream, void** arguments) {
@@ -175,7 +204,10 @@ class CudaMailbox final : public MailboxPlan {
   const MailboxConfig config_;
   const int device_;
   const CUcontext context_;
+  int resident_ctas_ = std::numeric_limits<int>::max();  // of every operation
   int most_ctas_ = 0;
+  std::uint32_t transports_ = 0;
+  std::array<std::uint8_t, 16> uuid_{};
   std::array<std::shared_ptr<const CompiledKernel>, kMailboxOps> kernels_;
   DeviceBuffer local_;  // a RingControl per operation, then the word of a poisoned mailbox
   std::optional<ReportPage> report_;
@@ -201,12 +233,13 @@ void CudaMailbox::self_test() {
   };
   const auto receive = [&](auto& host) {
     copy_to_host(host.data(), out.data(), host.size() * sizeof host[0], stream_->view());
-    throw_if_error(status_of(report(), config_.peer_limit_s));
   };
-  const auto require = [](bool good, MailboxOp op) {
-    if (!good)
-      fail(StatusCode::kDeviceError, kPlace, fmt::format("self-test of {}", mailbox_op_name(op)), "other values",
-           "those that were sent", "check the link between the GPUs, or use NCCL");
+  // Not before the last call: peers wait in theirs for all of ours.
+  Status wrong;
+  const auto require = [&](bool good, MailboxOp op) {
+    if (!good && wrong.ok())
+      wrong = refusal(StatusCode::kDeviceError, kPlace, fmt::format("self-test of {}", mailbox_op_name(op)),
+                      "other values", "those that were sent", "check the link between the GPUs, or use NCCL");
   };
 
   std::vector<std::uint16_t> halves(static_cast<std::size_t>(cols));
@@ -244,6 +277,8 @@ void CudaMailbox::self_test() {
     for (std::int64_t rank = 0; rank < size; ++rank) sum += value(rank, i);
     require(bf16_to_float(sums[static_cast<std::size_t>(i)]) == sum, MailboxOp::kAllReduceAddNorm);
   }
+  throw_if_error(status_of(report(), config_.peer_limit_s));
+  throw_if_error(wrong);
 }
 
 }  // namespace

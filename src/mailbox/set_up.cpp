@@ -5,6 +5,7 @@
 
 #include <cstring>
 #include <fstream>
+#include <optional>
 #include <random>
 #include <utility>
 
@@ -109,20 +110,21 @@ std::string names_of(std::uint32_t transports) {
 
 void Bootstrap::barrier(double limit_s) {
   const char mine = 0;
-  std::array<char, kMostRanks> all;  // a mailbox has no more ranks
+  std::vector<char> all(static_cast<std::size_t>(size()));
   all_gather_bytes(&mine, all.data(), 1, limit_s);
 }
 
-void all_or_none(Bootstrap& bootstrap, const MailboxConfig& config, const std::function<void()>& step) {
+void all_or_none(Bootstrap& bootstrap, double limit_s, const std::function<void()>& step) {
   const Vote mine = vote_of(step);
-  std::vector<Vote> votes(static_cast<std::size_t>(config.size));
-  const double limit_s = config.peer_limit_s > 0 ? config.peer_limit_s : environment().peer_limit_s;
-  bootstrap.all_gather_bytes(&mine, votes.data(), sizeof mine, limit_s);
-  for (int rank = 0; rank < config.size; ++rank) {
+  std::vector<Vote> votes(static_cast<std::size_t>(bootstrap.size()));
+  // A rank whose step waited for another in vain comes to its vote that much later.
+  if (!(limit_s > 0)) limit_s = environment().peer_limit_s;
+  bootstrap.all_gather_bytes(&mine, votes.data(), sizeof mine, 2 * limit_s + 1);
+  for (int rank = 0; rank < bootstrap.size(); ++rank) {
     const Vote& vote = votes[static_cast<std::size_t>(rank)];
     if (vote.code == StatusCode::kOk) continue;
-    fail(vote.code, vote.place.data(), fmt::format("rank {}: {}", rank, vote.argument.data()), vote.value.data(),
-         vote.accepted.data(), vote.remedy.data());
+    throw VotedError(refusal(vote.code, vote.place.data(), fmt::format("rank {}: {}", rank, vote.argument.data()),
+                             vote.value.data(), vote.accepted.data(), vote.remedy.data()));
   }
 }
 
@@ -176,7 +178,8 @@ void set_up_mailbox(Bootstrap& bootstrap, MailboxConfig* config, PeerMemory& mem
   mine.rank = config->rank;
   mine.size = config->size;
   mine.transports = memory.transports();
-  if (bootstrap.socket_path().empty()) mine.transports &= ~bit(PeerTransport::kVmmFd);
+  const std::string path = bootstrap.socket_path();
+  if (path.empty() || path.size() > kLongestBootstrapPath) mine.transports &= ~bit(PeerTransport::kVmmFd);
   mine.max_rows = config->max_rows;
   mine.max_cols = config->max_cols;
   mine.max_hidden = config->max_hidden;
@@ -193,22 +196,29 @@ void set_up_mailbox(Bootstrap& bootstrap, MailboxConfig* config, PeerMemory& mem
   throw_if_error(check_records(records));  // the same on every rank: no vote
   config->transport = choose_transport(records);
 
-  const auto together = [&](const std::function<void()>& step) { all_or_none(bootstrap, *config, step); };
+  const auto together = [&](const std::function<void()>& step) { all_or_none(bootstrap, config->peer_limit_s, step); };
   together([&] {
-    for (const RankRecord& peer : records)
-      if (peer.rank != config->rank) memory.require_access(peer.device);
+    int here = 0;
+    for (const RankRecord& peer : records) {
+      here += peer.device == mine.device;
+      if (peer.rank != config->rank) memory.require_access(peer.device, config->transport);
+    }
+    memory.share_device(here);
   });
   std::vector<MemoryHandle> handles(size);
   MemoryHandle& own = handles[static_cast<std::size_t>(config->rank)];
+  bool given_away = false;  // others may have mapped our memory
   try {
     together([&] {
       memory.allocate(config->transport, region_layout(*config).bytes);
       own = memory.handle();
     });
+    given_away = true;
     if (config->transport == PeerTransport::kVmmFd) {
+      std::optional<DescriptorSocket> socket;
+      together([&] { socket.emplace(path, config->rank); });
       together([&] {
-        const auto descriptors =
-            exchange_descriptors(bootstrap.socket_path(), config->rank, config->size, own.fd, config->peer_limit_s);
+        const auto descriptors = socket->exchange(config->size, own.fd, config->peer_limit_s);
         for (std::size_t rank = 0; rank < size; ++rank)
           if (descriptors[rank] >= 0) handles[rank].fd = descriptors[rank];
       });
@@ -224,38 +234,45 @@ void set_up_mailbox(Bootstrap& bootstrap, MailboxConfig* config, PeerMemory& mem
   } catch (const std::exception& error) {
     close_all(handles);
     memory.unmap();
-    // What all have voted on, all clean up after. Where the group itself is broken, nobody is waited for.
-    const auto* known = dynamic_cast<const Error*>(&error);
-    const bool broken = known == nullptr || known->code() == StatusCode::kPeerLost;
+    // What all have voted on, all clean up after. Where the group itself is broken, nobody is waited for, and what
+    // others may still write stays.
+    bool let_go = !given_away;
     try {
-      if (!broken) bootstrap.barrier(config->peer_limit_s);
+      if (dynamic_cast<const VotedError*>(&error)) {
+        bootstrap.barrier(config->peer_limit_s);
+        let_go = true;
+      }
     } catch (const std::exception& of_barrier) {
       log_warn(std::string("mailbox.create: ") + of_barrier.what());
     }
-    memory.release();
+    if (let_go) memory.release();
     throw;
   }
 }
 
 Status tear_down_mailbox(Bootstrap& bootstrap, const MailboxConfig& config, PeerMemory& memory) {
-  Status status;
+  Status status, of_device;
   const auto meet = [&] {
     if (!status.ok()) return;
     try {
       bootstrap.barrier(config.peer_limit_s);
     } catch (const Error& error) {
       status = error.status();
-    } catch (const std::exception& error) {
+    } catch (const std::exception& error) {  // of the caller's own exchange
       status = refusal(StatusCode::kPeerLost, "mailbox.close", "the group", error.what(), "all ranks");
     }
   };
-  memory.synchronize();
+  try {
+    memory.stop();
+  } catch (const Error& error) {
+    of_device = error.status();
+  }
   meet();  // nobody writes any more
   memory.unmap();
   meet();  // nobody can
   if (status.ok()) memory.release();
   else log_warn("mailbox.close: its memory stays, since not all ranks have let go of it: " + status.message());
-  return status;
+  return of_device.ok() ? status : of_device;
 }
 
 }  // namespace twostep

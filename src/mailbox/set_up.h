@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "mailbox/protocol.h"
+#include "mailbox/socket.h"
 
 namespace twostep {
 
@@ -44,20 +45,27 @@ class PeerMemory {
   virtual ~PeerMemory() = default;
   virtual std::uint32_t transports() const = 0;  // bits, without what only the group can tell
   virtual std::array<std::uint8_t, 16> device_uuid() const = 0;
-  // Throws kUnavailable unless this GPU can reach the memory of that one.
-  virtual void require_access(const std::array<std::uint8_t, 16>& peer_device) = 0;
+  // Throws kUnavailable unless this GPU can reach the memory of that one by this transport.
+  virtual void require_access(const std::array<std::uint8_t, 16>& peer_device, PeerTransport transport) = 0;
+  virtual void share_device(int ranks) = 0;  // of the group, this one included, that are on this GPU
   virtual void allocate(PeerTransport transport, std::int64_t bytes) = 0;  // the region, all 0xff, when it returns
   virtual MemoryHandle handle() = 0;
   // By rank; that of this rank is not used. The descriptors stay the caller's.
   virtual void map(std::span<MemoryHandle> handles) = 0;
-  virtual void self_test() = 0;  // one call of each operation on data that is known
-  virtual void synchronize() = 0;
+  virtual void self_test() = 0;         // one call of each operation on data that is known
+  virtual void stop() = 0;              // waits for the device; launches return at once from then on
   virtual void unmap() noexcept = 0;    // the memory of others
   virtual void release() noexcept = 0;  // the own
 };
 
-// Runs `step` and then asks all ranks. Throws on every rank what the first one that failed threw, its rank named.
-void all_or_none(Bootstrap& bootstrap, const MailboxConfig& config, const std::function<void()>& step);
+// Thrown on every rank alike: all have voted.
+class VotedError final : public Error {
+ public:
+  using Error::Error;
+};
+// Runs `step`, which may wait for peers up to limit_s, and then asks all ranks. Throws on every rank what the first one
+// that failed threw, its rank named.
+void all_or_none(Bootstrap& bootstrap, double limit_s, const std::function<void()>& step);
 
 // What is wrong with a group, the same on every rank; then what it will use.
 Status check_records(std::span<const RankRecord> records);
@@ -69,8 +77,20 @@ void set_up_mailbox(Bootstrap& bootstrap, MailboxConfig* config, PeerMemory& mem
 // in place, as it may still be written. Returns kOk or kPeerLost.
 Status tear_down_mailbox(Bootstrap& bootstrap, const MailboxConfig& config, PeerMemory& memory);
 
-// Sends the own descriptor to every peer and returns theirs by rank (-1 at the own place), over sockets at
-// `path`.<rank>. Each is the caller's to close. Throws kUnavailable (a socket), kPeerLost (limit).
-std::vector<int> exchange_descriptors(const std::string& path, int rank, int size, int fd, double limit_s);
+// A socket at `path`.fd<rank>, for descriptors. All ranks have theirs before the first one sends.
+class DescriptorSocket {
+ public:
+  DescriptorSocket(const std::string& path, int rank);  // throws kUnavailable
+  // Sends the own descriptor to every peer and returns theirs by rank (-1 at the own place). Each is the caller's to
+  // close. Throws kUnavailable (a socket), kPeerLost (limit).
+  std::vector<int> exchange(int size, int fd, double limit_s) const;
+
+ private:
+  const std::string path_;
+  const int rank_;
+  const Socket socket_;
+  const SocketPath bound_;
+};
+constexpr std::size_t kLongestBootstrapPath = 90;  // room for these beside it
 
 }  // namespace twostep

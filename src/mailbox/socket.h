@@ -24,9 +24,11 @@ class Socket {
 
 class Deadline {
  public:
+  static constexpr double kLongest = 86'400;  // seconds
   explicit Deadline(double seconds)
       : at_(std::chrono::steady_clock::now() +
-            std::chrono::duration_cast<std::chrono::steady_clock::duration>(std::chrono::duration<double>(seconds))) {}
+            std::chrono::duration_cast<std::chrono::steady_clock::duration>(
+                std::chrono::duration<double>(seconds < kLongest ? seconds : kLongest))) {}
   int milliseconds_left() const;  // 0: over
   bool is_over() const { return milliseconds_left() == 0; }
 

@@ -203,7 +203,7 @@ class Group {
             const float x = bf16_to_float(static_cast<std::uint16_t>(half ? word >> 16 : word));
             sum = source == 0 ? x : sum + x;
           }
-          const std::uint16_t bits = float_to_bf16(sum);
+          const std::uint16_t bits = float_to_bf16(bf16_to_float(float_to_bf16(sum)) + 0.0f);  // no residual: zero
           const std::uint32_t out = self.out[static_cast<std::size_t>(i)];
           expect(half ? out >> 16 : out & 0xffff, bits);
           s.push_back(bf16_to_float(bits));

@@ -147,7 +147,7 @@ TEST_P(MailboxTest, reduction_is_the_formula_and_the_same_on_all_ranks) {
                 float a = number(call, 0, i);
                 for (int source = 1; source < r.size; ++source) a += number(call, source, i);
                 float s = bf16_to_float(float_to_bf16(a));
-                if (residual) s = bf16_to_float(float_to_bf16(s + bf16_to_float(before[i])));
+                s = bf16_to_float(float_to_bf16(s + (residual ? bf16_to_float(before[i]) : 0.0f)));
                 ASSERT_EQ(got[i], float_to_bf16(s)) << "rank " << r.rank << ", row " << row << ", column " << j;
                 squares += static_cast<double>(s) * s;
               }

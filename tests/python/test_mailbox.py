@@ -76,22 +76,23 @@ def test_a_bad_config_of_one_rank_is_told_to_the_others():
     assert codes[0][0] == "unavailable"  # rank 0's own finding comes first
 
 
-def test_arguments(refuses):
-    for arguments in [("", 0, 2), ("x" * 91, 0, 2), (_path(), 2, 2), (_path(), 0, 9), (_path(), 0, 1)]:
-        with refuses("invalid_argument"):
-            twostep.SocketBootstrap(*arguments, limit_s=0.1)
-    with refuses("invalid_argument"):
-        twostep.Mailbox(_Recorded(None), 0, 1, device="cpu", max_cols=8)
-    with refuses("invalid_argument"):
-        twostep.Mailbox(_Recorded(None), 0, 2, device="cpu", max_cols=8, transport="pigeon")
-
-
 class _Broken:
     def __init__(self, answer):
         self.answer = answer
 
     def all_gather_bytes(self, data, limit_s):
         return self.answer(data)
+
+
+def test_arguments(refuses):
+    for arguments in [("", 0, 2), ("x" * 91, 0, 2), (_path(), 2, 2), (_path(), 0, 9), (_path(), 0, 1)]:
+        with refuses("invalid_argument"):
+            twostep.SocketBootstrap(*arguments, limit_s=0.1)
+    with refuses("invalid_argument") as refusal:
+        twostep.Mailbox(_Broken(lambda data: [data]), 0, 1, device="cpu", max_cols=8)
+    assert refusal.error.argument == "rank 0: size"
+    with refuses("invalid_argument"):
+        twostep.Mailbox(_Broken(lambda data: [data]), 0, 2, device="cpu", max_cols=8, transport="pigeon")
 
 
 def test_an_exchange_that_lies_or_fails_is_told(refuses):

@@ -28,13 +28,14 @@ TEST(MailboxContract, a_config_is_refused_by_the_number_that_is_wrong) {
   const auto argument = [](auto change) {
     MailboxConfig config = good_config();
     change(config);
-    const Status status = check_mailbox_config(&config);
+    const Status status = check_mailbox_config(&config, 4);
     EXPECT_TRUE(status.ok() || status.code == StatusCode::kInvalidArgument);
     return status.argument;
   };
   EXPECT_EQ(argument([](MailboxConfig&) {}), "");
   EXPECT_EQ(argument([](MailboxConfig& c) { c.size = 1; }), "size");
   EXPECT_EQ(argument([](MailboxConfig& c) { c.size = 9; }), "size");
+  EXPECT_EQ(argument([](MailboxConfig& c) { c.size = 3; }), "size") << "the group has four";
   EXPECT_EQ(argument([](MailboxConfig& c) { c.rank = 4; }), "rank");
   EXPECT_EQ(argument([](MailboxConfig& c) { c.rank = -1; }), "rank");
   EXPECT_EQ(argument([](MailboxConfig& c) { c.max_rows = 257; }), "max_rows");
@@ -49,7 +50,7 @@ TEST(MailboxContract, a_config_is_refused_by_the_number_that_is_wrong) {
             "peer_limit_s");
   MailboxConfig config = good_config();
   config.peer_limit_s = 0;
-  EXPECT_TRUE(check_mailbox_config(&config).ok());
+  EXPECT_TRUE(check_mailbox_config(&config, 4).ok());
   EXPECT_EQ(config.peer_limit_s, environment().peer_limit_s);
 }
 

@@ -45,7 +45,7 @@ class HostMemory final : public PeerMemory {
 
   std::uint32_t transports() const override { return possible; }
   std::array<std::uint8_t, 16> device_uuid() const override { return {static_cast<std::uint8_t>(rank_)}; }
-  void require_access(const std::array<std::uint8_t, 16>& peer) override {
+  void require_access(const std::array<std::uint8_t, 16>& peer, PeerTransport) override {
     EXPECT_NE(peer[0], rank_);
     fail_at(Step::kAccess);
   }
@@ -84,7 +84,8 @@ class HostMemory final : public PeerMemory {
     for (int peer = 0; peer < size_; ++peer)
       while (peer != rank_ && std::atomic_ref(own_[peer]).load() != std::byte{1}) std::this_thread::yield();
   }
-  void synchronize() override {}
+  void share_device(int ranks) override { EXPECT_EQ(ranks, 1); }
+  void stop() override {}
   void unmap() noexcept override {
     if (transport_ == PeerTransport::kVmmFd)
       for (std::byte* peer : peers_) unmap_of(peer);
@@ -187,6 +188,17 @@ TEST(MailboxSetUp, a_rank_that_does_not_come_or_leaves_is_named_in_time) {
   EXPECT_EQ(statuses[1].code, StatusCode::kPeerLost) << "it hears of it by rank 0";
 }
 
+TEST(MailboxSetUp, a_config_of_another_size_than_the_group_is_refused_on_all_ranks) {
+  const auto statuses = on_ranks(3, [](int rank, Bootstrap& bootstrap) {
+    MailboxConfig config = config_of(rank, rank == 1 ? 2 : 3);
+    Mailbox::create(bootstrap, config, Device::cpu());
+  });
+  for (const Status& status : statuses) {
+    EXPECT_NE(status.argument.find("rank "), std::string::npos) << status.message();
+    EXPECT_EQ(status.message(), statuses[0].message());
+  }
+}
+
 TEST(MailboxSetUp, ranks_that_are_not_one_group_are_refused) {
   const std::string path = fresh_path();
   Status first;
@@ -217,11 +229,13 @@ TEST(MailboxSetUp, ranks_that_are_not_one_group_are_refused) {
 TEST(MailboxSetUp, descriptors_reach_every_peer) {
   const std::size_t before = open_descriptors();
   const std::string path = fresh_path();
-  const auto statuses = on_ranks(4, [&](int rank, Bootstrap&) {
+  const auto statuses = on_ranks(4, [&](int rank, Bootstrap& bootstrap) {
     const int fd = ::memfd_create("own", MFD_CLOEXEC);
     const char letter = static_cast<char>('a' + rank);
     ASSERT_EQ(::pwrite(fd, &letter, 1, 0), 1);
-    const auto fds = exchange_descriptors(path, rank, 4, fd, 20);
+    const DescriptorSocket socket(path, rank);
+    bootstrap.barrier(20);
+    const auto fds = socket.exchange(4, fd, 20);
     for (int peer = 0; peer < 4; ++peer) {
       if (peer == rank) {
         EXPECT_EQ(fds[static_cast<std::size_t>(peer)], -1);
@@ -236,7 +250,7 @@ TEST(MailboxSetUp, descriptors_reach_every_peer) {
   });
   for (const Status& status : statuses) EXPECT_TRUE(status.ok()) << status.message();
   EXPECT_EQ(open_descriptors(), before);
-  EXPECT_THROW(exchange_descriptors(path, 0, 2, 0, 0.1), Error);
+  EXPECT_THROW(DescriptorSocket(path, 0).exchange(2, 0, 0.1), Error);
   EXPECT_FALSE(fs::exists(path + ".fd0"));
 }
 

@@ -1,4 +1,5 @@
-// What device text of kernels/draft and kernels/gather uses of kernels/common/ptx.cuh and of the compiler, for the emulator.
+// What device text of kernels/draft and kernels/gather uses of kernels/common/ptx.cuh and of the compiler, for the
+// emulator.
 #pragma once
 
 #include <math.h>
