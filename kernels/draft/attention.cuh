@@ -4,10 +4,12 @@
 //   o[j, head] = sum over visible keys of softmax(score) * row[key][0 .. kKvLora - 1]
 //
 // The k rows of a request and all heads share the keys: kK * kHeads query rows, kQueryRows of them per CTA. Visible:
-// keys before `end` on good pages; with kCausal, up to the row's own position; with kWindow > 0, the last kWindow of
-// them. A part of the context is read by one CTA per query tile; parts meet in `merge`, in their order, in FP32. Rows
-// that are not visible arrive as zeros and with a score of -inf: whatever they hold does not matter. PDL: the cache's
-// rows of this block come from the kernel before, so nothing is read before pdl_wait().
+// keys before `end` on good pages; with kCausal, up to the row's own position; with a window, the last `window` of
+// them. A part of the context is read by one CTA per query tile; parts meet in `merge`, in their order, in FP32. A key
+// has weight 0 where it is not visible, and 0 * NaN is NaN. So a key that no row sees arrives as zeros, and one that
+// some rows see alone (behind their own position, or as the window moves on) as zeros where it is not finite: it then
+// scores NaN for those who see it, and nothing for the others. PDL: the cache's rows of this block come from the kernel
+// before, so nothing is read before pdl_wait().
 #pragma once
 
 #include "draft/row.cuh"
@@ -17,6 +19,8 @@ namespace twostep::draft {
 constexpr int kQueryRows = 32;  // two tiles of 16
 constexpr int kKeys = 64;       // of one tile: four groups of 16
 constexpr int kAttendThreads = 256;
+constexpr int kMergeThreads = 256;
+constexpr int kMaxSplits = 256;
 
 template <class Model>
 struct AttendShared {
@@ -27,7 +31,15 @@ struct AttendShared {
   u16 p[kQueryRows][kPStride];
   float scores[kQueryRows][kKeys + 4];
   float maximum[kQueryRows], total[kQueryRows], shrink[kQueryRows];
+  // Of this tile and of the next: where a key is in the cache (-1: no row sees it), and whether it arrived spoilt.
+  i64 at[2][kKeys];
+  int spoilt[2][kKeys];
 };
+
+__device__ inline bool are_finite(u32 two) { return (two & 0x7f80u) != 0x7f80u && (two & 0x7f800000u) != 0x7f800000u; }
+__device__ inline bool are_finite(uint4 eight) {
+  return are_finite(eight.x) && are_finite(eight.y) && are_finite(eight.z) && are_finite(eight.w);
+}
 
 // One request's part of the context for kQueryRows query rows.
 //   q [M, heads, kCacheWidth]; position [M]; end [R]
@@ -53,16 +65,24 @@ __device__ inline void attend(const Batch& batch, const u16* q, const i64* posit
   // ---- This CTA's keys
   const i64 keys_end = end[r];
   const i64 top = position[r * Model::kK];  // of the block's first row
-  i64 low = 0;
-  if (window > 0 && keys_end > 0) {
-    low = (top < Model::kMaxLen ? top : i64(Model::kMaxLen - 1)) - window + 1;
-    low = low < 0 ? 0 : low / kKeys * kKeys;
-  }
+  const auto window_of = [&](i64 at) {      // the first key that a row at this position sees
+    const i64 first = (at < Model::kMaxLen ? at : i64(Model::kMaxLen - 1)) - window + 1;
+    return window > 0 && first > 0 ? first : 0;
+  };
+  const i64 first_seen = window_of(top), last_window = window_of(top + Model::kK - 1);
+  const i64 low = first_seen / kKeys * kKeys;
   const i64 tiles = (keys_end - low + kKeys - 1) / kKeys;
   const i64 tiles_of_split = (tiles + splits - 1) / splits;
   const i64 begin = low + split * tiles_of_split * kKeys;
   i64 stop = begin + tiles_of_split * kKeys;
   if (stop > keys_end) stop = keys_end;
+  const auto place = [&](i64 tile, int turn) {
+    if (threadIdx.x >= kKeys) return;
+    const i64 key = tile + threadIdx.x;
+    s.at[turn][threadIdx.x] = key >= first_seen && key < stop ? row_offset<Model>(batch, cache, r, key) : -1;
+    s.spoilt[turn][threadIdx.x] = 0;
+  };
+  place(begin, 0);
 
   // ---- Load q
   for (int i = threadIdx.x; i < kQueryRows * (Model::kCacheWidth / 8); i += kAttendThreads) {
@@ -78,22 +98,30 @@ __device__ inline void attend(const Batch& batch, const u16* q, const i64* posit
   }
   float acc[kPairsOfWarp][2][2][4] = {};  // [pair][tile of 16 rows][8 columns]
 
-  for (i64 tile = begin; tile < stop; tile += kKeys) {
+  int turn = 0;
+  for (i64 tile = begin; tile < stop; tile += kKeys, turn ^= 1) {
     // ---- Load a tile of keys
-    __syncthreads();  // the tile before is no longer read; q and the statistics are there
+    __syncthreads();  // the tile before is no longer read; q, the statistics and the keys' places are there
     for (int i = threadIdx.x; i < kKeys * (Model::kCacheWidth / 8); i += kAttendThreads) {
       const int key = i / (Model::kCacheWidth / 8), piece = i % (Model::kCacheWidth / 8);
       uint4 value = make_uint4(0, 0, 0, 0);
-      const i64 at = tile + key < stop ? row_offset<Model>(batch, cache, r, tile + key) : -1;
+      const i64 at = s.at[turn][key];
       if (at >= 0) value = reinterpret_cast<const uint4*>(cache.data + at)[piece];
+      const bool of_some = (kCausal && tile + key > top) || tile + key < last_window;
+      if (of_some && !are_finite(value)) {
+        value = make_uint4(0, 0, 0, 0);
+        s.spoilt[turn][key] = 1;
+      }
       *reinterpret_cast<uint4*>(&s.keys[key][8 * piece]) = value;
     }
-    __syncthreads();  // the tile is there
+    place(tile + kKeys, turn ^ 1);
+    __syncthreads();  // the tile is there, and the places of the next
 
     // ---- Scores: a warp has 16 query rows and 16 keys
     {
       const int rows16 = warp % 2 * 16, keys16 = warp / 2 * 16;
       float score[2][4] = {};
+#pragma unroll 4
       for (int c = 0; c < Model::kCacheWidth; c += 16) {
         u32 a[4], b[4];
         load_matrices(a, smem_address(&s.q[rows16 + lane % 16][c + lane / 16 * 8]));
@@ -101,7 +129,9 @@ __device__ inline void attend(const Batch& batch, const u16* q, const i64* posit
         mma_16x8x16(score[0], a, b[0], b[1]);
         mma_16x8x16(score[1], a, b[2], b[3]);
       }
+#pragma unroll
       for (int n = 0; n < 2; ++n)
+#pragma unroll
         for (int i = 0; i < 4; ++i)
           s.scores[rows16 + lane / 4 + i / 2 * 8][keys16 + 8 * n + lane % 4 * 2 + i % 2] = score[n][i];
     }
@@ -112,21 +142,23 @@ __device__ inline void attend(const Batch& batch, const u16* q, const i64* posit
       const int row = threadIdx.x / 8, part = threadIdx.x % 8;
       const int index = first_row + row;  // of the request's query rows
       const i64 at = index < kRows ? position[r * Model::kK + index / Model::kHeads] : -1;
-      const i64 seen = at < Model::kMaxLen ? at : i64(Model::kMaxLen - 1);
+      const i64 oldest = window_of(at);
       float score[kKeys / 8], highest = -infinity();
+#pragma unroll
       for (int i = 0; i < kKeys / 8; ++i) {
         const i64 key = tile + part + 8 * i;
-        const bool visible = at >= 0 && key < stop && (!kCausal || key <= at) && (window == 0 || key > seen - window) &&
-                             row_offset<Model>(batch, cache, r, key) >= 0;
+        const bool visible = at >= 0 && s.at[turn][part + 8 * i] >= 0 && (!kCausal || key <= at) && key >= oldest;
         score[i] = visible ? Model::kScale * s.scores[row][part + 8 * i] : -infinity();
+        if (visible && s.spoilt[turn][part + 8 * i]) score[i] = not_a_number();
         highest = fmaxf(highest, score[i]);
       }
       for (int step = 4; step > 0; step /= 2) highest = fmaxf(highest, __shfl_xor_sync(0xffffffffu, highest, step));
       const float before = s.maximum[row];
       highest = fmaxf(highest, before);
       float sum = 0;
+#pragma unroll
       for (int i = 0; i < kKeys / 8; ++i) {
-        const float p = highest == -infinity() ? 0.0f : expf(score[i] - highest);
+        const float p = score[i] == -infinity() ? 0.0f : expf(score[i] - highest);
         s.p[row][part + 8 * i] = to_bf16(p);
         sum += p;
       }
@@ -141,11 +173,14 @@ __device__ inline void attend(const Batch& batch, const u16* q, const i64* posit
     __syncthreads();  // p and shrink are there
 
     // ---- Sums: a warp has every eighth pair of output columns
+#pragma unroll
     for (int n = 0; n < kPairsOfWarp; ++n) {
       const int column = (n * kWarps + warp) * 16;
-      if (column >= Model::kKvLora) break;
+      if (column >= Model::kKvLora) continue;
+#pragma unroll
       for (int m = 0; m < 2; ++m) {
         const float upper = s.shrink[16 * m + lane / 4], lower = s.shrink[16 * m + lane / 4 + 8];
+#pragma unroll
         for (int half = 0; half < 2; ++half) {
           acc[n][m][half][0] *= upper;
           acc[n][m][half][1] *= upper;
@@ -153,9 +188,11 @@ __device__ inline void attend(const Batch& batch, const u16* q, const i64* posit
           acc[n][m][half][3] *= lower;
         }
       }
+#pragma unroll
       for (int key = 0; key < kKeys; key += 16) {
         u32 b[4];
         load_matrices_transposed(b, smem_address(&s.keys[key + lane % 16][column + lane / 16 * 8]));
+#pragma unroll
         for (int m = 0; m < 2; ++m) {
           u32 a[4];
           load_matrices(a, smem_address(&s.p[16 * m + lane % 16][key + lane / 16 * 8]));
@@ -169,18 +206,22 @@ __device__ inline void attend(const Batch& batch, const u16* q, const i64* posit
   // ---- Store
   __syncthreads();  // the statistics of the last tile are there
   const i64 part_row = (r * splits + split) * kRows + first_row;
+#pragma unroll
   for (int n = 0; n < kPairsOfWarp; ++n) {
     const int column = (n * kWarps + warp) * 16;
-    if (column >= Model::kKvLora) break;
+    if (column >= Model::kKvLora) continue;
+#pragma unroll
     for (int m = 0; m < 2; ++m)
+#pragma unroll
       for (int half = 0; half < 2; ++half)
+#pragma unroll
         for (int i = 0; i < 4; i += 2) {
           const int row = 16 * m + lane / 4 + i / 2 * 8;
           if (first_row + row >= kRows) continue;
           const int at = column + 8 * half + lane % 4 * 2;
           const float* value = &acc[n][m][half][i];
           if (splits == 1) {
-            const float scale = s.total[row] > 0 ? 1.0f / s.total[row] : 0.0f;  // a row that sees nothing gives 0
+            const float scale = s.total[row] == 0 ? 0.0f : 1.0f / s.total[row];  // a row that sees nothing gives 0
             *reinterpret_cast<u32*>(o + (r * kRows + first_row + row) * Model::kKvLora + at) =
                 pack_bf16(value[0] * scale, value[1] * scale);
           } else if (begin < stop) {
@@ -195,29 +236,38 @@ __device__ inline void attend(const Batch& batch, const u16* q, const i64* posit
   }
 }
 
-// o = the parts of `attend`, weighted by exp(largest - largest of all), over their sum.
-// Grid (kK * heads, R), block 128.
+// o = the parts of `attend`, weighted by exp(largest - largest of all), over their sum. Weights first, so that the
+// loads of many parts are under way at once.   Grid (kK * heads, R), block kMergeThreads.
 template <class Model>
 __device__ inline void merge(const float* sums, const float* stats, int splits, u16* o) {
   constexpr int kRows = Model::kK * Model::kHeads;
+  __shared__ float largest[kMaxSplits], share[kMaxSplits], weight[kMaxSplits];
   const i64 row = blockIdx.x, r = blockIdx.y;
+  const auto part = [&](int split) { return (r * splits + split) * kRows + row; };
   pdl_wait();
   pdl_launch();
-  float highest = -infinity();
-  for (int split = 0; split < splits; ++split)
-    highest = fmaxf(highest, stats[2 * ((r * splits + split) * kRows + row)]);
-  for (int c = threadIdx.x * 2; c < Model::kKvLora; c += 2 * 128) {
-    float total = 0, x = 0, y = 0;
+  for (int split = threadIdx.x; split < splits; split += kMergeThreads) {
+    const float2 two = reinterpret_cast<const float2*>(stats)[part(split)];
+    largest[split] = two.x;
+    share[split] = two.y;
+  }
+  __syncthreads();  // the statistics are there
+  float highest = -infinity(), total = 0;
+  for (int split = 0; split < splits; ++split) highest = fmaxf(highest, largest[split]);
+  for (int split = threadIdx.x; split < splits; split += kMergeThreads)
+    weight[split] = share[split] == 0 ? 0.0f : expf(largest[split] - highest);
+  __syncthreads();  // the weights are there
+  for (int split = 0; split < splits; ++split) total += weight[split] * share[split];
+  const float scale = total == 0 ? 0.0f : 1.0f / total;
+  for (int c = threadIdx.x * 2; c < Model::kKvLora; c += 2 * kMergeThreads) {
+    float x = 0, y = 0;
+#pragma unroll 8
     for (int split = 0; split < splits; ++split) {
-      const i64 part = (r * splits + split) * kRows + row;
-      if (stats[2 * part] == -infinity()) continue;
-      const float weight = expf(stats[2 * part] - highest);
-      const float2 two = *reinterpret_cast<const float2*>(sums + part * Model::kKvLora + c);
-      total += weight * stats[2 * part + 1];
-      x += weight * two.x;
-      y += weight * two.y;
+      if (weight[split] == 0) continue;  // an empty part has no sums
+      const float2 two = *reinterpret_cast<const float2*>(sums + part(split) * Model::kKvLora + c);
+      x += weight[split] * two.x;
+      y += weight[split] * two.y;
     }
-    const float scale = total > 0 ? 1.0f / total : 0.0f;
     *reinterpret_cast<u32*>(o + (r * kRows + row) * Model::kKvLora + c) = pack_bf16(x * scale, y * scale);
   }
 }

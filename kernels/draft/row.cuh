@@ -37,6 +37,7 @@ struct Cache {
 __device__ inline float bf16_at(const u16* x, i64 i) { return __uint_as_float(u32(x[i]) << 16); }
 __device__ inline float low_bf16(u32 two) { return __uint_as_float(two << 16); }
 __device__ inline float high_bf16(u32 two) { return __uint_as_float(two & 0xffff0000u); }
+__device__ inline float not_a_number() { return __uint_as_float(0x7fffffffu); }
 __device__ inline float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
 
 // ---- Batch

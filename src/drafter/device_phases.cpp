@@ -12,8 +12,8 @@ namespace twostep {
 namespace {
 
 // Of kernels/draft, asserted in the text of each kernel that uses them.
-constexpr std::int64_t kRowThreads = 256, kMergeThreads = 128, kVerifyThreads = 512, kActivateColumns = 256;
-constexpr std::int64_t kQueryRows = 32, kKeys = 64;                               // attention.cuh
+constexpr std::int64_t kRowThreads = 256, kMergeThreads = 256, kVerifyThreads = 512, kActivateColumns = 256;
+constexpr std::int64_t kQueryRows = 32, kKeys = 64, kMaxSplits = 256;             // attention.cuh
 constexpr std::int64_t kAbsorbColumns = 64, kValueColumns = 32, kBlockRows = 16;  // block.cuh
 constexpr std::int64_t kSampleWarps = 8;                                          // sample.cuh
 constexpr std::int64_t kCtasPerSm = 2;                                            // of pick
@@ -68,7 +68,7 @@ const KernelText& text_of(StepKernel kernel) {
        "sums, stats, memory)",
        256, "kQueryRows == 32 && kKeys == 64 && kAttendThreads == 256"},
       {"merge", "attention", "const float* sums, const float* stats, int splits, u16* o",
-       "merge<Model>(sums, stats, splits, o)", kMergeThreads},
+       "merge<Model>(sums, stats, splits, o)", kMergeThreads, "kMergeThreads == 256 && kMaxSplits == 256"},
       {"values", "block", "const u16* o, const u16* kv_b, const u16* gate, i64 rows, u16* out",
        "values<Model>(o, kv_b, gate, rows, out)", 256, "kValueColumns == 32 && kBlockRows == 16"},
       {"activate", "block", "const u16* gate_up, u16* out", "activate<Model>(gate_up, out)", kActivateColumns},
@@ -270,7 +270,8 @@ class DevicePhases final : public StepPhases {
   // Parts of the context: so many that the CTAs of one step fill the GPU once. A part shorter than a tile is empty.
   std::int64_t splits_of(std::int64_t requests) const {
     const std::int64_t tiles = requests * pieces(m_.k * m_.heads, kQueryRows);
-    return std::clamp<std::int64_t>(launcher_->sm_count() / tiles, 1, std::max<std::int64_t>(1, m_.max_len / kKeys));
+    return std::clamp<std::int64_t>(launcher_->sm_count() / tiles, 1,
+                                    std::clamp<std::int64_t>(m_.max_len / kKeys, 1, kMaxSplits));
   }
 
   const std::unique_ptr<StepLauncher> launcher_;
@@ -359,7 +360,7 @@ std::int64_t step_kernel_smem(StepKernel kernel, const StepModel& m) {
   if (kernel != StepKernel::kAttend && kernel != StepKernel::kAttendCausal) return 0;
   // AttendShared of kernels/draft/attention.cuh.
   return 2 * (kQueryRows + kKeys) * (m.cache_width() + 8) + 2 * kQueryRows * (kKeys + 8) +
-         4 * kQueryRows * (kKeys + 4) + 4 * 3 * kQueryRows;
+         4 * kQueryRows * (kKeys + 4) + 4 * 3 * kQueryRows + 2 * kKeys * (8 + 4);
 }
 
 std::uint32_t step_kernel_threads(StepKernel kernel) { return static_cast<std::uint32_t>(text_of(kernel).threads); }

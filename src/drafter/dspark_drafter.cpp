@@ -406,6 +406,7 @@ void sample_again(DsparkDrafter& drafter, const DraftBatch& batch) {
   StepBatch step;
   throw_if_error(check_batch(drafter.impl().contract, batch, "drafter.draft", &step));
   drafter.impl().phases->sample(step, {});
+  if (drafter.impl().weights.confidence) drafter.impl().phases->confidence(step, {});
 }
 TensorView stage_result(const DsparkDrafter& drafter, Stage stage) {
   const DsparkDrafter::Impl& impl = drafter.impl();

@@ -1,10 +1,10 @@
-// The models that the emulated kernels are compiled for.
+// The models that the draft step is tested on. The emulated kernels are compiled for them.
 #pragma once
 
 #include "drafter/device_phases.h"
 #include "io/synth.h"
 
-namespace twostep::emulate {
+namespace twostep::step_test {
 
 struct Case {
   const char* name;
@@ -54,4 +54,4 @@ inline StepKernelModel kernel_model(const Case& c) {
   return {step_model(c.config, c.limits, c.shard), c.config.mla_use_output_gate, c.config.fc_norm};
 }
 
-}  // namespace twostep::emulate
+}  // namespace twostep::step_test
