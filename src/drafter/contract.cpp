@@ -100,6 +100,7 @@ StepModel step_model(const DrafterConfig& c, const DrafterLimits& limits, Drafte
   m.situ = c.hidden_act == "situ";
   m.situ_beta = static_cast<float>(c.activation_situ_beta);
   m.situ_linear_beta = static_cast<float>(c.activation_situ_linear_beta.value_or(0));
+  m.strict = limits.strict;
   m.probabilistic = limits.mode == DraftMode::kProbabilistic;
   m.draft_logits_bf16 = limits.draft_logits == DType::kBF16;
   m.confidence_with_markov = c.confidence_head_with_markov.value_or(false);

@@ -268,10 +268,13 @@ class DevicePhases final : public StepPhases {
   DeviceCache cache_of(std::uint16_t* data) const { return {data, cache_.pages, cache_.page_rows, cache_.page_stride}; }
 
   // Parts of the context: so many that the CTAs of one step fill the GPU once. A part shorter than a tile is empty.
+  // A request's bits depend on how its context is parted: strict, it is parted as if it were alone, yet into no more
+  // parts than a full batch can write and read again.
   std::int64_t splits_of(std::int64_t requests) const {
-    const std::int64_t tiles = requests * pieces(m_.k * m_.heads, kQueryRows);
-    return std::clamp<std::int64_t>(launcher_->sm_count() / tiles, 1,
-                                    std::clamp<std::int64_t>(m_.max_len / kKeys, 1, kMaxSplits));
+    constexpr std::int64_t kStrictSplits = 16;
+    const std::int64_t tiles = (m_.strict ? 1 : requests) * pieces(m_.k * m_.heads, kQueryRows);
+    const std::int64_t most = std::min(m_.max_len / kKeys, m_.strict ? kStrictSplits : kMaxSplits);
+    return std::clamp<std::int64_t>(launcher_->sm_count() / tiles, 1, std::max<std::int64_t>(1, most));
   }
 
   const std::unique_ptr<StepLauncher> launcher_;

@@ -44,6 +44,7 @@ struct StepModel {
   bool probabilistic = false;
   bool draft_logits_bf16 = false;
   bool confidence_with_markov = false;
+  bool strict = true;  // of DrafterLimits
 
   std::int64_t cache_width() const { return kv_lora + rope; }  // of a row [latent | rope]
   std::int64_t head_width() const { return nope + rope; }

@@ -113,22 +113,35 @@ Inputs::Inputs(const Case& c, std::int64_t requests, std::uint64_t number, std::
   }
 }
 
-Inputs Inputs::only(std::int64_t r) const {
-  Inputs one = *this;
-  const auto index = static_cast<std::size_t>(r);
-  const std::int64_t first = row_start[index], last = row_start[index + 1];
-  const auto slice = [](const auto& values, std::int64_t from, std::int64_t to) {
-    return std::decay_t<decltype(values)>(values.begin() + from, values.begin() + to);
+Inputs Inputs::of(const std::vector<std::int64_t>& requests) const {
+  Inputs some = *this;
+  some.count = static_cast<std::int64_t>(requests.size());
+  const auto pick = [&](auto& to, const auto& from, auto&& range) {
+    to.clear();
+    for (const std::int64_t r : requests) {
+      const auto [first, last] = range(r);
+      to.insert(to.end(), from.begin() + first, from.begin() + last);
+    }
   };
-  one.count = 1;
-  for (auto* values : {&one.request, &one.rejected, &one.anchor, &one.step}) *values = slice(*values, r, r + 1);
-  one.seed = slice(seed, r, r + 1);
-  one.temperature = slice(temperature, r, r + 1);
-  one.row_start = {0, static_cast<std::int32_t>(last - first)};
-  one.positions = slice(positions, first, last);
-  one.page_table = slice(page_table, r * kPagesOfRequest, (r + 1) * kPagesOfRequest);
-  for (auto& tap : one.features) tap = slice(tap, first * width, last * width);
-  return one;
+  const auto one = [](std::int64_t r) { return std::pair(r, r + 1); };
+  const auto pages = [](std::int64_t r) { return std::pair(r * kPagesOfRequest, (r + 1) * kPagesOfRequest); };
+  const auto rows = [&](std::int64_t r) {
+    return std::pair(row_start[static_cast<std::size_t>(r)], row_start[static_cast<std::size_t>(r + 1)]);
+  };
+  const auto values = [&](std::int64_t r) { return std::pair(rows(r).first * width, rows(r).second * width); };
+  pick(some.request, request, one);
+  pick(some.rejected, rejected, one);
+  pick(some.anchor, anchor, one);
+  pick(some.step, step, one);
+  pick(some.seed, seed, one);
+  pick(some.temperature, temperature, one);
+  pick(some.page_table, page_table, pages);
+  pick(some.positions, positions, rows);
+  for (std::size_t tap = 0; tap < features.size(); ++tap) pick(some.features[tap], features[tap], values);
+  some.row_start = {0};
+  for (const std::int64_t r : requests)
+    some.row_start.push_back(some.row_start.back() + rows(r).second - rows(r).first);
+  return some;
 }
 
 // ---- Side
@@ -166,17 +179,14 @@ Side::Side(const Case& c, const DrafterWeights& weights, std::int64_t requests, 
   room(positions_, most_rows_);
   room(seed_, requests);
   room(temperature_, requests);
-  for (std::int64_t tap = 0; tap < c.config.num_taps(); ++tap) {
-    features_.emplace_back();
-    room(features_.back(), most_rows_ * c.config.target_hidden_size);
-  }
+  room(features_, c.config.num_taps() * most_rows_ * c.config.target_hidden_size);
   const DrafterTarget target{c.config.target_layer_ids, c.config.aux_hidden_stream, {}, {}};
   drafter_ = std::make_unique<DsparkDrafter>(
       phases ? prepare_on(std::move(phases), weights, c.limits, target, memory, c.shard)
              : DsparkDrafter::prepare(weights, c.limits, target, memory, device, c.shard));
 }
 
-void Side::put(const Inputs& in) {
+void Side::put(const Inputs& in, bool one_buffer) {
   ASSERT_LE(in.count, most_);
   ASSERT_LE(in.rows(), most_rows_);
   requests_ = in.count;
@@ -194,11 +204,20 @@ void Side::put(const Inputs& in) {
   give(positions_, in.positions);
   give(seed_, in.seed);
   give(temperature_, in.temperature);
+  const auto count = static_cast<std::int64_t>(in.features.size());
+  std::vector<std::uint16_t> all;
   taps_.clear();
-  for (std::size_t tap = 0; tap < features_.size(); ++tap) {
-    give(features_[tap], in.features[tap]);
-    taps_.push_back(TensorView::matrix(features_[tap], rows_, in.width, space_->device()));
+  for (std::int64_t tap = 0; tap < count; ++tap) {
+    const std::int64_t first = one_buffer ? tap * in.width : tap * most_rows_ * in.width;
+    taps_.push_back(TensorView::matrix(features_ + first, rows_, in.width, space_->device(),
+                                       one_buffer ? count * in.width : in.width));
+    if (!one_buffer) give(features_ + first, in.features[static_cast<std::size_t>(tap)]);
   }
+  if (!one_buffer) return;
+  for (std::int64_t row = 0; row < rows_; ++row)
+    for (const auto& tap : in.features)
+      all.insert(all.end(), tap.begin() + row * in.width, tap.begin() + (row + 1) * in.width);
+  give(features_, all);
 }
 
 DraftBatch Side::batch() const {
@@ -274,9 +293,9 @@ Pair::Pair(Case of, std::int64_t of_requests, const MakeSide& make, std::int64_t
 
 // ---- What must hold
 
-void expect_the_same_step(const Case& c, std::int64_t requests, const MakeSide& make) {
+void expect_the_same_step(const Case& c, std::int64_t requests, const MakeSide& make, std::int64_t rows) {
   SCOPED_TRACE(testing::Message() << c.name << ", " << requests << " requests, TWOSTEP_TEST_SEED=" << inputs_number());
-  Pair both(c, requests, make);
+  Pair both(c, requests, make, rows);
   both.run();
   Outcome cpu = both.cpu->read();
   const Outcome other = both.other->read();
@@ -459,6 +478,56 @@ void expect_later_rows_not_to_spoil_earlier_ones(const MakeSide& make) {
       EXPECT_FALSE(is_finite(other.hidden, row * hidden, hidden));
   }
   EXPECT_LT(relative_norm(other.hidden, cpu.hidden), 0.01);
+}
+
+void expect_the_bits_of_a_request_alone(const MakeSide& make) {
+  SCOPED_TRACE(testing::Message() << "TWOSTEP_TEST_SEED=" << inputs_number());
+  constexpr std::int64_t kRows = 15, kIngests = 10;  // at once few enough for one family of kernels
+  const Case c = tiny_case();
+  Pair both(c, 4, make, kRows);
+  Side& side = *both.other;
+  const auto left_by = [&](const std::vector<std::int64_t>& requests) {
+    side.poison_cache();
+    for (std::int64_t i = 0; i < kIngests; ++i) {
+      Inputs in = both.in.of(requests);
+      for (std::int64_t& position : in.positions) position += i * kRows;
+      if (i + 1 < kIngests) std::fill(in.rejected.begin(), in.rejected.end(), 0);
+      side.put(in);
+      side.ingest();
+    }
+    side.draft();
+    return side.read();
+  };
+  const auto part = [](const auto& values, std::int64_t i, std::int64_t of) {
+    const auto size = static_cast<std::int64_t>(values.size()) / of;
+    return std::decay_t<decltype(values)>(values.begin() + i * size, values.begin() + (i + 1) * size);
+  };
+  const std::vector<std::int64_t> order = {2, 0, 3, 1};
+  const Outcome all = left_by({0, 1, 2, 3}), shuffled = left_by(order);
+  const auto expect_same_part = [&](const Outcome& other, std::int64_t at, std::int64_t of, std::int64_t r) {
+    EXPECT_EQ(part(other.tokens, at, of), part(all.tokens, r, 4)) << "request " << r << " of " << of;
+    EXPECT_TRUE(same_bits(part(other.hidden, at, of), part(all.hidden, r, 4))) << "request " << r << " of " << of;
+    EXPECT_TRUE(same_bits(part(other.draft_logits, at, of), part(all.draft_logits, r, 4))) << "request " << r;
+    EXPECT_TRUE(same_bits(part(other.confidence, at, of), part(all.confidence, r, 4))) << "request " << r;
+  };
+  for (std::int64_t i = 0; i < 4; ++i) {
+    const std::int64_t r = order[static_cast<std::size_t>(i)];
+    expect_same_part(shuffled, i, 4, r);
+    expect_same_part(left_by({r}), 0, 1, r);
+  }
+}
+
+void expect_the_same_bits_of_taps_in_one_buffer(const MakeSide& make) {
+  SCOPED_TRACE(testing::Message() << "TWOSTEP_TEST_SEED=" << inputs_number());
+  Pair both(tiny_case(), 4, make);
+  Side& side = *both.other;
+  side.put(both.in);
+  side.run();
+  const Outcome apart = side.read();
+  side.poison_cache();
+  side.put(both.in, true);
+  side.run();
+  expect_same_bits(side.read(), apart);
 }
 
 }  // namespace twostep::step_test

@@ -37,8 +37,7 @@ struct Inputs {
   // `rows` of each request; 0: any number, to other positions.
   Inputs(const Case& c, std::int64_t requests, std::uint64_t number, std::int64_t rows = 0);
   std::int64_t rows() const { return static_cast<std::int64_t>(positions.size()); }
-  // Another request with this number, alone.
-  Inputs only(std::int64_t r) const;
+  Inputs of(const std::vector<std::int64_t>& requests) const;  // these requests, in this order
 
   std::mt19937_64 random;
   std::int64_t count, width;
@@ -71,7 +70,8 @@ class Side {
   Side(const Case& c, const DrafterWeights& weights, std::int64_t requests, std::unique_ptr<Space> space,
        std::unique_ptr<StepPhases> phases, std::optional<std::int64_t> spoilt = {});
 
-  void put(const Inputs& in);  // of at most as many requests
+  // Of at most as many requests. `one_buffer`: taps are windows of one buffer, else each has its own.
+  void put(const Inputs& in, bool one_buffer = false);
   void ingest() { drafter_->ingest(batch(), taps_, space_->stream()); }
   void draft() { drafter_->draft(batch(), space_->stream()); }
   void run() {
@@ -111,7 +111,7 @@ class Side {
   std::int64_t most_, most_rows_, pages_, width_, requests_ = 0, rows_ = 0;
   std::unique_ptr<Space> space_;
   std::vector<std::uint16_t*> cache_;
-  std::vector<std::uint16_t*> features_;
+  std::uint16_t* features_ = nullptr;
   std::vector<TensorView> taps_;
   std::vector<std::int32_t> pages_of_;  // the table, as the host knows it
   std::int32_t *request_, *row_start_, *rejected_, *anchor_, *page_table_, *step_;
@@ -150,7 +150,8 @@ std::uint64_t inputs_number();
 
 // ---- What must hold
 
-void expect_the_same_step(const Case& c, std::int64_t requests, const MakeSide& make);
+// `rows` of each request, or any number.
+void expect_the_same_step(const Case& c, std::int64_t requests, const MakeSide& make, std::int64_t rows = 0);
 void expect_the_verdicts_of_the_host(const Case& c, std::int64_t requests, bool one_hot, const MakeSide& make);
 // What the device cannot check before the launch.
 void expect_bad_pages_and_bad_numbers_touch_one_request_alone(const MakeSide& make);
@@ -158,5 +159,9 @@ void expect_bad_pages_and_bad_numbers_touch_one_request_alone(const MakeSide& ma
 void expect_what_no_row_sees_not_to_matter(const MakeSide& make);
 // NaN in block rows that causal rows before them do not see.
 void expect_later_rows_not_to_spoil_earlier_ones(const MakeSide& make);
+
+// Alone, in another place, beside others: the same bits, with a context of several parts.
+void expect_the_bits_of_a_request_alone(const MakeSide& make);
+void expect_the_same_bits_of_taps_in_one_buffer(const MakeSide& make);
 
 }  // namespace twostep::step_test

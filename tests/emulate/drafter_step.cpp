@@ -123,6 +123,13 @@ TEST(EmulatedStep, what_no_row_sees_does_not_matter) { step_test::expect_what_no
 TEST(EmulatedStep, later_rows_do_not_spoil_earlier_ones) {
   step_test::expect_later_rows_not_to_spoil_earlier_ones(kSwitched);
 }
+TEST(EmulatedStep, a_request_has_the_bits_that_it_has_alone) { step_test::expect_the_bits_of_a_request_alone(kTiny); }
+TEST(EmulatedStep, taps_in_one_buffer_give_the_same_bits) {
+  step_test::expect_the_same_bits_of_taps_in_one_buffer(kTiny);
+}
+TEST(EmulatedStep, the_end_of_the_positions_is_that_of_the_cpu) {
+  step_test::expect_the_same_step(step_test::tiny_case(), 1, kTiny, 256);
+}
 TEST(EmulatedVerify, verdicts_are_those_of_the_host) {
   step_test::expect_the_verdicts_of_the_host(step_test::tiny_case(), 4, false, kTiny);
   step_test::expect_the_verdicts_of_the_host(step_test::tiny_case(), 4, true, kTiny);
