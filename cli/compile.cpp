@@ -286,15 +286,16 @@ class Output {
  public:
   Output(bool report, const std::string& subject) : report_(report) {
     fmt::print("{:32}  {:25}  {:8}{}  {:>7} {:>6}  {:8} {}\n", "key", subject, "arch",
-               report_ ? fmt::format("  {:>4} {:>7} {:>6}", "regs", "smem", "spills") : "", "bytes", "ms", "state",
-               "tactic");
+               report_ ? fmt::format("  {:>4} {:>7} {:>5} {:>6}", "regs", "smem", "stack", "spills") : "", "bytes",
+               "ms", "state", "tactic");
   }
 
   void line(const Job& job, const std::string& key, const Cubin* cubin, double milliseconds, const char* state,
             const std::string& more = {}) {
     const KernelResources r = cubin ? cubin->resources : KernelResources{};
-    const std::string numbers = fmt::format("  {:>4} {:>7} {:>6}", r.registers, r.static_smem_bytes + job.smem_bytes,
-                                            r.spill_store_bytes + r.spill_load_bytes);
+    const std::string numbers =
+        fmt::format("  {:>4} {:>7} {:>5} {:>6}", r.registers, r.static_smem_bytes + job.smem_bytes, r.stack_bytes,
+                    r.spill_store_bytes + r.spill_load_bytes);
     const std::lock_guard guard(mutex_);
     fmt::print("{:32}  {:25}  {:8}{}  {:>7} {:>6.0f}  {:8} {}\n", key, job.subject, job.request.arch,
                report_ ? numbers : "", cubin ? cubin->bytes.size() : 0, milliseconds, state, job.tactic);
@@ -396,7 +397,7 @@ void add_target(CLI::App* command, CompileTarget* target) {
   command->add_option("--cache", target->cache, "folder to fill; default: that of this user");
   command->add_option("--jobs", target->jobs, "compiles at a time")->check(CLI::Range(1, 1024))->capture_default_str();
   command->add_flag("--list", target->list, "say what is there, compile nothing");
-  command->add_flag("--report", target->report, "registers, shared memory and spills; a spill is a failure");
+  command->add_flag("--report", target->report, "registers, shared memory, stack and spills; a spill is a failure");
 }
 
 void add_compile_kda(CLI::App* compile, int& exit_code) {

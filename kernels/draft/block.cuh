@@ -45,9 +45,8 @@ __device__ inline void embed(const i32* ids, const u16* table, i64 table_stride,
   pdl_wait();
   pdl_launch();
   const i64 row = blockIdx.x;
-  const u16* from = table + ids[row] * table_stride;
   u16* to = residual + row * Model::kHidden;
-  for (int i = threadIdx.x; i < Model::kHidden; i += kRowThreads) to[i] = from[i];
+  copy_row<Model::kHidden, kRowThreads>(table + ids[row] * table_stride, to);
   __syncthreads();  // the copy is complete: the norm reads it with wider loads
   rms_norm<Model::kHidden, kRowThreads>(to, norm, Model::kEps, x + row * Model::kHidden, parts);
 }
@@ -170,17 +169,17 @@ __device__ inline void values(const u16* o, const u16* kv_b, const u16* gate, i6
     if (d >= Model::kV) break;
     const u16* w = kv_b + (i64(head) * (Model::kNope + Model::kV) + Model::kNope + d) * Model::kKvLora;
     u32 weight[kPieces];
+#pragma unroll
     for (int piece = 0; piece < kPieces; ++piece) {
       const int pair = piece * kWarp + lane;
       weight[piece] = pair < Model::kKvLora / 2 ? reinterpret_cast<const u32*>(w)[pair] : 0u;
     }
     for (int row = 0; row < count; ++row) {
       float sum = 0;
+#pragma unroll
       for (int piece = 0; piece < kPieces; ++piece) {
         const int pair = piece * kWarp + lane;
-        if (pair >= Model::kKvLora / 2) break;
-        const u32 two = shared_o[row][pair];
-        sum += low_bf16(two) * low_bf16(weight[piece]) + high_bf16(two) * high_bf16(weight[piece]);
+        if (pair < Model::kKvLora / 2) sum = dot(shared_o[row][pair], weight[piece], sum);
       }
       sum = warp_sum(sum);
       if (lane != 0) continue;

@@ -14,17 +14,19 @@ struct TapList {
 };
 
 // out[row, tap] = tap's row, or its RMSNorm.   out [T, kTaps * kTargetHidden]
-// Grid (rows, kTaps), block kRowThreads. With the norm, rows of taps are 16-byte aligned where kNorm says so; the copy
-// takes any alignment.
+// Grid (rows, kTaps), block kRowThreads. Rows of taps may have any alignment.
 template <class Model>
 __device__ inline void gather_taps(const TapList<Model::kTaps>& taps, const float* norm, u16* out) {
   pdl_wait();
   pdl_launch();
   const i64 row = blockIdx.x;
   const int tap = blockIdx.y;
-  const u16* from = taps.data[tap] + row * taps.stride[tap];
+  const u16* from = nullptr;
+#pragma unroll
+  for (int i = 0; i < Model::kTaps; ++i)  // a parameter that is indexed would be copied to local memory
+    if (i == tap) from = taps.data[i] + row * taps.stride[i];
   u16* to = out + (row * Model::kTaps + tap) * Model::kTargetHidden;
-  for (int i = threadIdx.x; i < Model::kTargetHidden; i += kRowThreads) to[i] = from[i];
+  copy_row<Model::kTargetHidden, kRowThreads>(from, to);
   if (!Model::kFcNorm) return;
   __shared__ float parts[kRowThreads / kWarp];
   __syncthreads();  // the copy is complete: the norm reads it with wider loads
@@ -48,15 +50,21 @@ template <class Model>
 __device__ inline void cache_context(const Batch& batch, const u16* kv, u16* const* caches, const float* const* norms,
                                      Cache cache, const float* frequency, i32* status) {
   __shared__ float parts[kRowThreads / kWarp];
-  pdl_wait();
-  pdl_launch();
+  __shared__ int found;
   const i64 row = blockIdx.x;
   const int layer = blockIdx.y;
-  i64 r = 0;
-  while (r < batch.requests && !(batch.row_start[r] <= row && row < batch.row_start[r + 1])) ++r;
+  if (threadIdx.x == 0) found = int(batch.requests);
+  pdl_wait();
+  pdl_launch();
+  __syncthreads();  // nobody has found it
+  // All requests at once; no bisection, since row_start need not ascend where another request's numbers are bad.
+  for (i64 r = threadIdx.x; r < batch.requests; r += kRowThreads) {
+    const Rows rows = rows_of(batch, r);
+    if (rows.good && rows.first <= row && row < rows.first + rows.valid) atomicMin(&found, int(r));
+  }
+  __syncthreads();  // it is found, or the row is nobody's
+  const i64 r = found;
   if (r == batch.requests) return;
-  const Rows rows = rows_of(batch, r);
-  if (!rows.good || row >= rows.first + rows.valid) return;
   const i64 position = batch.positions[row];
   const bool in_range = position >= 0 && position < Model::kMaxLen;
   const i64 at = in_range ? row_offset<Model>(batch, cache, r, position) : -1;

@@ -37,9 +37,11 @@ __device__ inline float uniform(u32 word) {
 }
 __device__ inline float gumbel(u32 word) { return -logf(-log1pf(-uniform(word))); }
 
-// Of one index: the word of its quad.
+// Of one index: the word of its quad, chosen by selects, since an index would put the quad into local memory.
 __device__ inline float gumbel_at(const DrawKey& key, u32 index, u32 stream) {
-  return gumbel(philox(key, index >> 2, stream).w[index & 3]);
+  const Words words = philox(key, index >> 2, stream);
+  const u32 even = index & 2 ? words.w[2] : words.w[0], odd = index & 2 ? words.w[3] : words.w[1];
+  return gumbel(index & 1 ? odd : even);
 }
 
 // A score and its token; the better one is larger, then lower. Token -1: nothing above -inf.

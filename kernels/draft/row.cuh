@@ -66,11 +66,27 @@ __device__ inline i64 row_offset(const Batch& batch, const Cache& cache, i64 r, 
   return page * cache.page_stride + position % cache.page_rows * Model::kCacheWidth;
 }
 
+// sum + a . b of eight BF16 each.
+__device__ inline float dot(u32 a, u32 b, float sum) {
+  return sum + low_bf16(a) * low_bf16(b) + high_bf16(a) * high_bf16(b);
+}
+__device__ inline float dot(uint4 a, uint4 b, float sum) {
+  return dot(a.w, b.w, dot(a.z, b.z, dot(a.y, b.y, dot(a.x, b.x, sum))));
+}
+
 // ---- Sums over a CTA, in a fixed order
 
 template <class T>
 __device__ inline T warp_sum(T v) {
   for (int lane = kWarp / 2; lane > 0; lane /= 2) v += __shfl_xor_sync(0xffffffffu, v, lane);
+  return v;
+}
+
+__device__ inline int warp_max(int v) {
+  for (int lane = kWarp / 2; lane > 0; lane /= 2) {
+    const int other = __shfl_xor_sync(0xffffffffu, v, lane);
+    v = other > v ? other : v;
+  }
   return v;
 }
 
@@ -88,6 +104,17 @@ __device__ inline T cta_sum(T v, T* parts) {
 }
 
 // ---- Rows
+
+// A copy by all threads of a CTA. kWidth is a multiple of 8 and `to` 16-byte aligned; `from` need not be.
+template <int kWidth, int kThreads>
+__device__ inline void copy_row(const u16* from, u16* to) {
+  if (reinterpret_cast<u64>(from) % 16 == 0) {
+    for (int i = threadIdx.x; i < kWidth / 8; i += kThreads)
+      reinterpret_cast<uint4*>(to)[i] = reinterpret_cast<const uint4*>(from)[i];
+  } else {
+    for (int i = threadIdx.x; i < kWidth; i += kThreads) to[i] = from[i];
+  }
+}
 
 // out = bf16(x * rsqrt(mean(x^2) + eps) * weight) by all threads of a CTA. kWidth is a multiple of 8, rows are 16-byte
 // aligned. x is read once and kept in registers; out may be x.

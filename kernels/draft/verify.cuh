@@ -1,9 +1,11 @@
-// Verification of a step's drafts (spec: drafter 8), in three launches: the statistics of every row, the residual
-// masses of block verification, and the decision with its one draw. Nothing of one request touches another.
+// Verification of a step's drafts (spec: drafter 8), in four launches: statistics of every row, the residual masses of
+// block verification, the walk with its one draw, and the token that was drawn. Nothing of one request touches another.
 //
-// p, q are softmax laws of target and draft rows; q of one-hot drafts is all on the draft. NaN counts as -inf; a row
-// whose largest value is infinite is all on that token, the lowest of equals (token 0 where nothing is above -inf).
-// PDL: rows come from the kernels before; nothing is read before pdl_wait().
+// A row is read by kParts CTAs, a part of the vocabulary each; who needs a row adds its parts up, in their order.
+// Values and their exponentials are FP32, sums and logarithms of probabilities FP64: FP64 exponentials of a whole row
+// would cost more than reading it. p, q are softmax laws of target and draft rows; q of one-hot drafts is all on the
+// draft. NaN counts as -inf; a row whose largest value is infinite is all on that token, the lowest of equals (token 0
+// where nothing is above -inf). PDL: rows come from the kernels before; nothing is read before pdl_wait().
 #pragma once
 
 #include "draft/random.cuh"
@@ -11,8 +13,22 @@
 
 namespace twostep::draft {
 
-constexpr int kVerifyThreads = 512;
+constexpr int kVerifyThreads = 256;
 constexpr int kVerifyWarps = kVerifyThreads / kWarp;
+constexpr int kParts = kWarp;  // of a row: a lane each for who adds them up
+
+// Of a part of a row: token is -1 where nothing is above -inf; sum of exp(value - largest).
+// Of a whole row: token is 0 there; sum is the logarithm of the sum of exp(value).
+struct RowStats {
+  float largest;
+  i32 token;
+  double sum;
+};
+
+// The best tokens of a part, by the residual and by the target's own law.
+struct Drawn {
+  Best residual, target;
+};
 
 // VerifyStep of src/drafter/step.h, and the drafter's own.
 struct Verify {
@@ -26,15 +42,10 @@ struct Verify {
   i32* accepted;
   const i64* first_position;
   i32* status;
-  double* masses;          // [R, kK]
-  struct RowStats* stats;  // [R, 2 kK + 1]: target rows, then draft rows
+  RowStats* stats;  // [R, 2 kK + 1, kParts]: target rows, then draft rows
+  double* masses;   // [R, kK, kParts]
+  Drawn* drawn;     // [R, kParts]
   int logits_bf16, one_hot, block;
-};
-
-struct RowStats {
-  float largest;
-  i32 token;       // of the largest; 0 where there is none above -inf
-  double log_sum;  // of exp(value), the largest included
 };
 
 // Values of a row: what a law is made of.
@@ -50,16 +61,21 @@ struct Values {
 // A law over tokens, as logarithms.
 struct Law {
   Values values;
-  RowStats stats;
+  double log_sum;
   i32 only;  // >= 0: all is on this token
   __device__ double log(i64 v) const {
     if (only >= 0) return v == only ? 0.0 : -infinity();
     const float value = values.at(v);
-    return isnan(value) ? -infinity() : double(value) - stats.log_sum;
+    return isnan(value) ? -infinity() : double(value) - log_sum;
   }
 };
 
 __device__ inline bool is_greedy(float temperature) { return !(temperature >= 1e-5f); }
+
+template <class Model>
+__device__ inline bool is_padding(const Batch& batch, const Verify& v, i64 r) {
+  return batch.request[r] < 0 || v.first_position[r] < 0;
+}
 
 template <class Model>
 __device__ inline Values target_row(const Verify& v, i64 r, int row) {
@@ -74,47 +90,13 @@ __device__ inline Values draft_row(const Verify& v, i64 r, int row, float z) {
   return {static_cast<const float*>(v.draft_logits) + at, false, z};
 }
 
+// This CTA's part of the vocabulary.
 template <class Model>
-__device__ inline Law target_law(const Verify& v, i64 r, int row) {
-  const RowStats stats = v.stats[r * (2 * Model::kK + 1) + row];
-  return {target_row<Model>(v, r, row), stats, isinf(stats.largest) ? stats.token : -1};
-}
-template <class Model>
-__device__ inline Law draft_law(const Verify& v, i64 r, int row, float z) {
-  if (v.one_hot) return {{nullptr, false, 1.0f}, {0, 0, 0}, v.draft_ids[r * v.draft_ids_stride + row]};
-  const RowStats stats = v.stats[r * (2 * Model::kK + 1) + Model::kK + 1 + row];
-  return {draft_row<Model>(v, r, row, z), stats, isinf(stats.largest) ? stats.token : -1};
-}
-
-// Drafts before the first that is no token.
-template <class Model>
-__device__ inline int leading_valid(const Verify& v, i64 r) {
-  int count = 0;
-  while (count < Model::kK) {
-    const i32 id = v.draft_ids[r * v.draft_ids_stride + count];
-    if (id < 0 || id >= Model::kVocab) break;
-    ++count;
-  }
-  return count;
-}
-
-// log P_i = log min(P_{i-1} * p / q, 1). A draft that the target cannot emit ends the block for good.
-__device__ inline double log_prefix(double before, double p, double q) {
-  if (before == -infinity() || p == -infinity()) return -infinity();
-  const double next = before + p - q;
-  return next < 0 ? next : 0.0;
-}
-
-// log P_i of the first `count` drafts.
-template <class Model>
-__device__ inline double prefix_of(const Verify& v, i64 r, int count, float z) {
-  double prefix = 0;
-  for (int i = 0; i < count; ++i) {
-    const i32 id = v.draft_ids[r * v.draft_ids_stride + i];
-    prefix = log_prefix(prefix, target_law<Model>(v, r, i).log(id), draft_law<Model>(v, r, i, z).log(id));
-  }
-  return prefix;
-}
+struct Part {
+  static constexpr i64 kWidth = (i64(Model::kVocab) + kParts - 1) / kParts;
+  const i64 begin = blockIdx.x * kWidth;
+  const i64 end = begin + kWidth < Model::kVocab ? begin + kWidth : i64(Model::kVocab);
+};
 
 // The best over a CTA, in all threads.
 __device__ inline Best cta_best(Best best, Best* parts) {
@@ -127,169 +109,244 @@ __device__ inline Best cta_best(Best best, Best* parts) {
   return found;
 }
 
-template <class Model>
-__device__ inline bool is_padding(const Batch& batch, const Verify& v, i64 r) {
-  return batch.request[r] < 0 || v.first_position[r] < 0;
-}
+// ---- Statistics
 
-// stats of one row.   Grid (2 kK + 1, R), block kVerifyThreads.
+// stats of one part of a row. A greedy request asks for its best token alone.
+// Grid (kParts, 2 kK + 1, R), block kVerifyThreads.
 template <class Model>
 __device__ inline void row_statistics(const Batch& batch, const Verify& v) {
   __shared__ Best bests[kVerifyWarps];
   __shared__ double sums[kVerifyWarps];
   pdl_wait();
   pdl_launch();
-  const int row = blockIdx.x;
-  const i64 r = blockIdx.y;
+  const int row = blockIdx.y;
+  const i64 r = blockIdx.z;
   const bool of_target = row <= Model::kK;
   const float temperature = batch.temperature[r];
-  if (is_padding<Model>(batch, v, r) || (!of_target && (v.one_hot || is_greedy(temperature)))) return;
+  const bool greedy = is_greedy(temperature);
+  if (is_padding<Model>(batch, v, r) || (!of_target && (v.one_hot || greedy))) return;
   const Values values =
       of_target ? target_row<Model>(v, r, row) : draft_row<Model>(v, r, row - Model::kK - 1, 1.0f / temperature);
+  const Part<Model> part;
   Best best = no_best();
-  for (i64 i = threadIdx.x; i < Model::kVocab; i += kVerifyThreads)
+#pragma unroll 4
+  for (i64 i = part.begin + threadIdx.x; i < part.end; i += kVerifyThreads)
     if (const float value = values.at(i); value > best.score) best = {value, i32(i)};
   best = cta_best(best, bests);
   double sum = 0;
-  if (best.token >= 0 && !isinf(best.score))
-    for (i64 i = threadIdx.x; i < Model::kVocab; i += kVerifyThreads)
-      if (const float value = values.at(i); !isnan(value)) sum += exp(double(value) - double(best.score));
+  if (!greedy && best.token >= 0 && !isinf(best.score)) {
+#pragma unroll 4
+    for (i64 i = part.begin + threadIdx.x; i < part.end; i += kVerifyThreads)
+      if (const float value = values.at(i); !isnan(value)) sum += double(expf(value - best.score));
+  }
   sum = cta_sum<kVerifyThreads>(sum, sums);
-  if (threadIdx.x == 0)
-    v.stats[r * (2 * Model::kK + 1) + row] = {best.score, best.token < 0 ? 0 : best.token,
-                                              double(best.score) + log(sum)};
+  if (threadIdx.x == 0) v.stats[(r * (2 * Model::kK + 1) + row) * kParts + blockIdx.x] = {best.score, best.token, sum};
 }
 
+// ---- What is known of a request once its rows are
+
+template <class Model>
+struct Known {
+  RowStats rows[2 * Model::kK + 1];
+  i32 ids[Model::kK];                 // -1: no token
+  double p[Model::kK], q[Model::kK];  // log p_i(x_i), log q_i(x_i) of the drafts before the first that is no token
+  double masses[Model::kK];           // of block verification
+};
+
+template <class Model>
+__device__ inline Law target_law(const Verify& v, const Known<Model>& known, i64 r, int row) {
+  const RowStats& stats = known.rows[row];
+  return {target_row<Model>(v, r, row), stats.sum, isinf(stats.largest) ? stats.token : -1};
+}
+template <class Model>
+__device__ inline Law draft_law(const Verify& v, const Known<Model>& known, i64 r, int row, float z) {
+  if (v.one_hot) return {{nullptr, false, 1.0f}, 0, known.ids[row]};
+  const RowStats& stats = known.rows[Model::kK + 1 + row];
+  return {draft_row<Model>(v, r, row, z), stats.sum, isinf(stats.largest) ? stats.token : -1};
+}
+
+// Fills `known` by all threads of a CTA; returns the number of drafts before the first that is no token. Each load that
+// depends on no other is under way at once: one thread that walked the drafts would wait for memory at every one.
+template <class Model>
+__device__ inline int learn(const Verify& v, i64 r, bool greedy, float z, bool with_masses, Known<Model>& known) {
+  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+  const int rows = greedy || v.one_hot ? Model::kK + 1 : 2 * Model::kK + 1;
+  for (int row = warp; row < rows; row += kVerifyWarps) {
+    const RowStats part = v.stats[(r * (2 * Model::kK + 1) + row) * kParts + lane];
+    const Best best = warp_best({part.largest, part.token});
+    const bool counts = !greedy && part.token >= 0 && !isinf(best.score);
+    const double sum = warp_sum(counts ? part.sum * exp(double(part.largest) - double(best.score)) : 0.0);
+    if (lane == 0) known.rows[row] = {best.score, best.token < 0 ? 0 : best.token, double(best.score) + log(sum)};
+  }
+  for (int i = 1 + warp; with_masses && i < Model::kK; i += kVerifyWarps) {
+    const double mass = warp_sum(v.masses[(r * Model::kK + i) * kParts + lane]);
+    if (lane == 0) known.masses[i] = mass;
+  }
+  if (threadIdx.x < Model::kK) {
+    const i32 id = v.draft_ids[r * v.draft_ids_stride + threadIdx.x];
+    known.ids[threadIdx.x] = id < 0 || id >= Model::kVocab ? -1 : id;
+  }
+  __syncthreads();  // rows and ids are there
+  int drafts = 0;
+  while (drafts < Model::kK && known.ids[drafts] >= 0) ++drafts;
+  if (!greedy && int(threadIdx.x) < drafts) {
+    const int i = threadIdx.x;
+    known.p[i] = target_law<Model>(v, known, r, i).log(known.ids[i]);
+    known.q[i] = draft_law<Model>(v, known, r, i, z).log(known.ids[i]);
+  }
+  __syncthreads();  // p and q are there
+  return drafts;
+}
+
+// log P_i = log min(P_{i-1} * p / q, 1) of the first `count` drafts. A draft that the target cannot emit ends the block
+// for good.
+template <class Model>
+__device__ inline double log_prefix(const Known<Model>& known, int count) {
+  double prefix = 0;
+  for (int i = 0; i < count; ++i) {
+    if (prefix == -infinity() || known.p[i] == -infinity()) return -infinity();
+    prefix += known.p[i] - known.q[i];
+    if (!(prefix < 0)) prefix = 0;
+  }
+  return prefix;
+}
+
+// ---- Block verification
+
 // masses[i] = S_i: the sum over tokens of max(P_i * p_{i+1} - q_{i+1}, 0), for i = 1 .. kK - 1 drafts before.
-// Grid (kK - 1, R), block kVerifyThreads. Only of block verification of drafts that were drawn.
+// Grid (kParts, kK - 1, R), block kVerifyThreads. Only of block verification of drafts that were drawn.
 template <class Model>
 __device__ inline void residual_mass(const Batch& batch, const Verify& v) {
   __shared__ double sums[kVerifyWarps];
+  __shared__ Known<Model> known;
   pdl_wait();
   pdl_launch();
-  const int i = blockIdx.x + 1;
-  const i64 r = blockIdx.y;
+  const int i = blockIdx.y + 1;
+  const i64 r = blockIdx.z;
   const float temperature = batch.temperature[r];
-  if (is_padding<Model>(batch, v, r) || is_greedy(temperature) || i >= leading_valid<Model>(v, r)) return;
+  if (is_padding<Model>(batch, v, r) || is_greedy(temperature)) return;
   const float z = 1.0f / temperature;
-  const double prefix = prefix_of<Model>(v, r, i, z);
-  const Law p = target_law<Model>(v, r, i), q = draft_law<Model>(v, r, i, z);
+  if (i >= learn<Model>(v, r, false, z, false, known)) return;
+  const double prefix = log_prefix<Model>(known, i);
+  const Law p = target_law<Model>(v, known, r, i), q = draft_law<Model>(v, known, r, i, z);
+  const Part<Model> part;
   double sum = 0;
-  for (i64 t = threadIdx.x; t < Model::kVocab; t += kVerifyThreads) {
+#pragma unroll 4
+  for (i64 t = part.begin + threadIdx.x; t < part.end; t += kVerifyThreads) {
     const double log_p = prefix + p.log(t), log_q = q.log(t);
-    if (log_p > log_q) sum += exp(log_p) - exp(log_q);
+    if (log_p > log_q) sum += double(expf(float(log_p))) - double(expf(float(log_q)));
   }
   sum = cta_sum<kVerifyThreads>(sum, sums);
-  if (threadIdx.x == 0) v.masses[r * Model::kK + i] = sum;
+  if (threadIdx.x == 0) v.masses[(r * Model::kK + i) * kParts + blockIdx.x] = sum;
 }
+
+// ---- The walk
 
 __device__ inline double accept_uniform(const DrawKey& key, int row) {
   const DrawKey at = {key.seed, key.position + u32(row), key.step};
   return uniform(philox(at, 0, kAcceptStream).w[0]);
 }
 
-// How many drafts to keep, and log P of them (0 under the standard rule). One thread.
-struct Walk {
-  int accepted;
-  double prefix;
-};
+// h_i of block verification, i drafts of `drafts`.
 template <class Model>
-__device__ inline Walk standard_walk(const Verify& v, const DrawKey& key, i64 r, int drafts, float z) {
-  int i = 0;
-  for (; i < drafts; ++i) {
-    const i32 id = v.draft_ids[r * v.draft_ids_stride + i];
-    const double u = accept_uniform(key, i);
-    if (!(target_law<Model>(v, r, i).log(id) > log(u) + draft_law<Model>(v, r, i, z).log(id))) break;
-  }
-  return {i, 0};
-}
-template <class Model>
-__device__ inline Walk block_walk(const Verify& v, const DrawKey& key, i64 r, int drafts, float z) {
-  Walk kept = {0, 0};
-  double prefix = 0;
-  for (int i = 1; i <= drafts; ++i) {  // to the end: a failure does not end the walk
-    const i32 id = v.draft_ids[r * v.draft_ids_stride + i - 1];
-    prefix = log_prefix(prefix, target_law<Model>(v, r, i - 1).log(id), draft_law<Model>(v, r, i - 1, z).log(id));
-    double h = exp(prefix);
-    if (i < drafts) {
-      double mass = v.masses[r * Model::kK + i];
-      if (v.one_hot) {
-        const double next = target_law<Model>(v, r, i).log(v.draft_ids[r * v.draft_ids_stride + i]);
-        mass = exp(prefix) * -expm1(next);
-      }
-      const double all = mass - expm1(prefix);
-      h = all == 0 ? 1 : mass / all;
-    }
-    if (accept_uniform(key, i - 1) <= h) kept = {i, prefix};
-  }
-  return kept;
+__device__ inline double block_bound(const Verify& v, const Known<Model>& known, int i, int drafts) {
+  const double prefix = log_prefix<Model>(known, i);
+  if (i == drafts) return exp(prefix);
+  const double mass = v.one_hot ? exp(prefix) * -expm1(known.p[i]) : known.masses[i];
+  const double all = mass - expm1(prefix);
+  return all == 0 ? 1 : mass / all;
 }
 
-// Emits a request's tokens.   Grid R, block kVerifyThreads.
+// How many drafts to keep, by one warp: a lane per draft. Greedy and standard end at the first that fails; a block is
+// as long as its last draft that passes.
 template <class Model>
-__device__ inline void decide(const Batch& batch, const Verify& v) {
+__device__ inline int walk(const Verify& v, const Known<Model>& known, const DrawKey& key, int drafts, bool greedy) {
+  const int lane = threadIdx.x % kWarp;
+  bool passes = false;
+  if (lane < drafts) {
+    if (greedy) passes = known.ids[lane] == known.rows[lane].token;
+    else if (v.block) passes = accept_uniform(key, lane) <= block_bound<Model>(v, known, lane + 1, drafts);
+    else passes = known.p[lane] > log(accept_uniform(key, lane)) + known.q[lane];
+  }
+  if (!greedy && v.block) return warp_max(passes ? lane + 1 : 0);
+  return -warp_max(lane < drafts && !passes ? -lane : -drafts);
+}
+
+// ---- The draw
+
+// A request's accepted drafts, by the CTA of the first part, and the best of each part for the token after them.
+// Grid (kParts, R), block kVerifyThreads.
+template <class Model>
+__device__ inline void draw(const Batch& batch, const Verify& v) {
   __shared__ Best bests[kVerifyWarps];
-  __shared__ Walk shared_walk;
+  __shared__ Known<Model> known;
+  __shared__ int kept;
   pdl_wait();
   pdl_launch();
-  const i64 r = blockIdx.x;
+  const i64 r = blockIdx.y;
   i32* emitted = v.emitted + r * v.emitted_stride;
-  for (int i = threadIdx.x; i <= Model::kK; i += kVerifyThreads) emitted[i] = -1;
+  const bool first_part = blockIdx.x == 0;
   if (is_padding<Model>(batch, v, r)) {
-    if (threadIdx.x == 0) v.accepted[r] = 0;
+    if (first_part && threadIdx.x <= Model::kK) emitted[threadIdx.x] = -1;
+    if (first_part && threadIdx.x == 0) v.accepted[r] = 0;
     return;
   }
-  __syncthreads();  // emitted is empty
   const float temperature = batch.temperature[r];
   const bool greedy = is_greedy(temperature);
   const float z = greedy ? 1.0f : 1.0f / temperature;
-  const int drafts = leading_valid<Model>(v, r);
-  const RowStats* rows = v.stats + r * (2 * Model::kK + 1);
   const DrawKey key = {u64(batch.seed[r]), u32(v.first_position[r]), u32(batch.step[r])};
-  if (threadIdx.x == 0) {
-    Walk walk = {0, 0};
-    if (greedy)
-      while (walk.accepted < drafts && v.draft_ids[r * v.draft_ids_stride + walk.accepted] == rows[walk.accepted].token)
-        ++walk.accepted;
-    else walk = v.block ? block_walk<Model>(v, key, r, drafts, z) : standard_walk<Model>(v, key, r, drafts, z);
-    shared_walk = walk;
+  const int drafts = learn<Model>(v, r, greedy, z, v.block && !v.one_hot && !greedy, known);
+  if (threadIdx.x < kWarp) {
+    const int tau = walk<Model>(v, known, key, drafts, greedy);
+    if (threadIdx.x == 0) kept = tau;
   }
   __syncthreads();  // the walk is there
-  const Walk walk = shared_walk;
-  const int tau = walk.accepted;
-  i32 next = rows[tau].token;
-  if (!greedy) {
-    const Law p = target_law<Model>(v, r, tau);
+  const int tau = kept;
+  if (first_part) {
+    if (threadIdx.x <= Model::kK) emitted[threadIdx.x] = int(threadIdx.x) < tau ? known.ids[threadIdx.x] : -1;
+    if (int(threadIdx.x) <= tau && known.rows[threadIdx.x].largest == -infinity()) atomicOr(v.status + r, kNonFinite);
+    if (threadIdx.x == 0) v.accepted[r] = tau + 1;
+  }
+
+  Best residual = no_best(), target = no_best();
+  if (greedy) {
+    if (first_part) target = {0.0f, known.rows[tau].token};
+  } else {
+    const Law p = target_law<Model>(v, known, r, tau);
+    const bool rejected = tau < drafts;
+    const Law q = draft_law<Model>(v, known, r, rejected ? tau : 0, z);
+    const double prefix = v.block && rejected ? log_prefix<Model>(known, tau) : 0.0;
     const DrawKey at = {key.seed, key.position + u32(tau), key.step};
-    Best best = no_best();
-    if (tau < drafts) {
-      const Law q = draft_law<Model>(v, r, tau, z);
-      for (i64 t = threadIdx.x; t < Model::kVocab; t += kVerifyThreads) {
-        const double log_p = walk.prefix + p.log(t), log_q = q.log(t);
-        if (!(log_p > log_q)) continue;
-        const float score = float(log_p + log1p(-exp(log_q - log_p))) + gumbel_at(at, u32(t), kResampleStream);
-        if (score > best.score) best = {score, i32(t)};
-      }
-      best = cta_best(best, bests);
+    const Part<Model> part;
+    for (i64 t = part.begin + threadIdx.x; t < part.end; t += kVerifyThreads) {
+      const double log_p = p.log(t);
+      const float noise = gumbel_at(at, u32(t), kResampleStream);
+      if (const float score = float(log_p) + noise; score > target.score) target = {score, i32(t)};
+      if (!rejected) continue;
+      const double less = q.log(t) - (prefix + log_p);  // log q - log p'
+      if (!(less < 0)) continue;
+      const float score = float(prefix + log_p) + logf(-expm1f(float(less))) + noise;
+      if (score > residual.score) residual = {score, i32(t)};
     }
-    if (best.token < 0) {  // the bonus token, or a residual that rounding has emptied
-      for (i64 t = threadIdx.x; t < Model::kVocab; t += kVerifyThreads) {
-        const float score = float(p.log(t)) + gumbel_at(at, u32(t), kResampleStream);
-        if (score > best.score) best = {score, i32(t)};
-      }
-      best = cta_best(best, bests);
-    }
-    next = best.token < 0 ? 0 : best.token;
+    residual = cta_best(residual, bests);
+    target = cta_best(target, bests);
   }
+  if (threadIdx.x == 0) v.drawn[r * kParts + blockIdx.x] = {residual, target};
+}
+
+// The token after the accepted drafts: by the residual of the first rejected, or, where none was or rounding has
+// emptied it, by the target's law. Then the request's next step begins.   Grid R, block kWarp.
+template <class Model>
+__device__ inline void emit(const Batch& batch, const Verify& v) {
+  pdl_wait();
+  pdl_launch();
+  const i64 r = blockIdx.x;
+  if (is_padding<Model>(batch, v, r)) return;
+  const Drawn part = v.drawn[r * kParts + threadIdx.x];
+  const Best residual = warp_best(part.residual), target = warp_best(part.target);
   if (threadIdx.x != 0) return;
-  bool nonfinite = false;
-  for (int i = 0; i < tau; ++i) {
-    emitted[i] = v.draft_ids[r * v.draft_ids_stride + i];
-    nonfinite |= rows[i].largest == -infinity();
-  }
-  emitted[tau] = next;
-  v.accepted[r] = tau + 1;
-  if (nonfinite || rows[tau].largest == -infinity()) atomicOr(v.status + r, kNonFinite);
+  const i32 token = residual.token >= 0 ? residual.token : target.token;
+  v.emitted[r * v.emitted_stride + v.accepted[r] - 1] = token < 0 ? 0 : token;
   batch.step[r] = i32(u32(batch.step[r]) + 1);
 }
 

@@ -12,11 +12,12 @@ namespace twostep {
 namespace {
 
 // Of kernels/draft, asserted in the text of each kernel that uses them.
-constexpr std::int64_t kRowThreads = 256, kMergeThreads = 256, kVerifyThreads = 512, kActivateColumns = 256;
+constexpr std::int64_t kRowThreads = 256, kMergeThreads = 256, kVerifyThreads = 256, kActivateColumns = 256;
 constexpr std::int64_t kQueryRows = 32, kKeys = 64, kMaxSplits = 256;             // attention.cuh
 constexpr std::int64_t kAbsorbColumns = 64, kValueColumns = 32, kBlockRows = 16;  // block.cuh
-constexpr std::int64_t kSampleWarps = 8;                                          // sample.cuh
+constexpr std::int64_t kSampleWarps = 8, kTileRows = 4, kSampleRequests = 8;      // sample.cuh
 constexpr std::int64_t kCtasPerSm = 2;                                            // of pick
+constexpr std::int64_t kParts = 32;                                               // verify.cuh
 
 std::int64_t pieces(std::int64_t size, std::int64_t piece) { return (size + piece - 1) / piece; }
 
@@ -73,18 +74,19 @@ const KernelText& text_of(StepKernel kernel) {
        "values<Model>(o, kv_b, gate, rows, out)", 256, "kValueColumns == 32 && kBlockRows == 16"},
       {"activate", "block", "const u16* gate_up, u16* out", "activate<Model>(gate_up, out)", kActivateColumns},
       {"pick", "sample", "Batch batch, Sampling sampling, int i", "pick<Model>(batch, sampling, i)", 256,
-       "kSampleThreads == 256"},
+       "kSampleThreads == 256 && kTileRows == 4 && kSampleRequests == 8"},
       {"finish", "sample",
        "Batch batch, Sampling sampling, int ctas, const u16* hidden, const float* weight, const float* calibration, "
        "float* confidence, float* survival",
        "finish<Model>(batch, sampling, ctas, hidden, weight, calibration, confidence, survival)", 256,
        "kSampleThreads == 256"},
       {"row_statistics", "verify", "Batch batch, Verify verify", "row_statistics<Model>(batch, verify)", kVerifyThreads,
-       "kVerifyThreads == 512"},
+       "kVerifyThreads == 256 && kParts == 32"},
       {"residual_mass", "verify", "Batch batch, Verify verify", "residual_mass<Model>(batch, verify)", kVerifyThreads,
-       "kVerifyThreads == 512"},
-      {"decide", "verify", "Batch batch, Verify verify", "decide<Model>(batch, verify)", kVerifyThreads,
-       "kVerifyThreads == 512"},
+       "kVerifyThreads == 256 && kParts == 32"},
+      {"draw", "verify", "Batch batch, Verify verify", "draw<Model>(batch, verify)", kVerifyThreads,
+       "kVerifyThreads == 256 && kParts == 32"},
+      {"emit", "verify", "Batch batch, Verify verify", "emit<Model>(batch, verify)", kParts, "kParts == kWarp"},
   }};
   return kTexts[static_cast<std::size_t>(kernel)];
 }
@@ -103,6 +105,7 @@ class DevicePhases final : public StepPhases {
     w_ = weights;
     b_ = buffers;
     cache_ = cache;
+    max_requests_ = max_requests;
     launcher_->load({model, buffers.gate != nullptr, weights.fc_norm != nullptr});
 
     std::vector<std::uint16_t*> caches;
@@ -118,24 +121,25 @@ class DevicePhases final : public StepPhases {
     std::int64_t parts = 0;
     for (std::int64_t r = 1; r <= max_requests; ++r) parts = std::max(parts, r * splits_of(r));
     const std::int64_t rows = m_.k * m_.heads;
-    sums_ = static_cast<float*>(allocate(static_cast<std::size_t>(parts * rows * m_.kv_lora) * sizeof(float)));
-    stats_ = static_cast<float*>(allocate(static_cast<std::size_t>(2 * parts * rows) * sizeof(float)));
-    ctas_ =
-        static_cast<std::int32_t>(std::min(kCtasPerSm * launcher_->sm_count(), pieces(m_.shard_vocab, kSampleWarps)));
+    sums_ = room<float>(static_cast<std::size_t>(parts * rows * m_.kv_lora));
+    stats_ = room<float>(static_cast<std::size_t>(2 * parts * rows));
+    ctas_ = static_cast<std::int32_t>(
+        std::min(kCtasPerSm * launcher_->sm_count(), pieces(m_.shard_vocab, kSampleWarps * kTileRows)));
     const auto requests = static_cast<std::size_t>(max_requests);
-    sampling_ = {
-        b_.base,
-        w_.markov_w1,
-        w_.markov_w2,
-        b_.ids,
-        b_.first_position,
-        b_.draft_logits,
-        static_cast<DeviceBest*>(allocate(2 * requests * static_cast<std::size_t>(ctas_) * sizeof(DeviceBest))),
-        b_.tokens,
-        b_.status};
+    sampling_ = {b_.base,
+                 w_.markov_w1,
+                 w_.markov_w2,
+                 b_.ids,
+                 b_.first_position,
+                 b_.draft_logits,
+                 room<DeviceBest>(2 * requests * static_cast<std::size_t>(ctas_)),
+                 b_.tokens,
+                 b_.status};
+    const auto of_request = static_cast<std::size_t>(kParts);
     const auto k = static_cast<std::size_t>(m_.k);
-    masses_ = static_cast<double*>(allocate(requests * k * sizeof(double)));
-    row_stats_ = static_cast<DeviceRowStats*>(allocate(requests * (2 * k + 1) * sizeof(DeviceRowStats)));
+    row_stats_ = room<DeviceRowStats>(requests * (2 * k + 1) * of_request);
+    masses_ = room<double>(requests * k * of_request);
+    drawn_ = room<DeviceDrawn>(requests * of_request);
   }
 
   // ---- ingest
@@ -241,15 +245,29 @@ class DevicePhases final : public StepPhases {
   void verify(const StepBatch& batch, const VerifyStep& v, Stream stream) override {
     StepBatch on_device = batch;
     const bool block = v.method == VerifyMethod::kBlock;
-    DeviceVerify what = {v.draft_ids,         v.draft_ids_stride, v.logits,  v.logits_request_stride,
-                         v.logits_row_stride, b_.draft_logits,    v.emitted, v.emitted_stride,
-                         v.accepted,          b_.first_position,  b_.status, masses_,
-                         row_stats_,          v.logits_bf16,      v.one_hot, block};
+    DeviceVerify what = {v.draft_ids,
+                         v.draft_ids_stride,
+                         v.logits,
+                         v.logits_request_stride,
+                         v.logits_row_stride,
+                         b_.draft_logits,
+                         v.emitted,
+                         v.emitted_stride,
+                         v.accepted,
+                         b_.first_position,
+                         b_.status,
+                         row_stats_,
+                         masses_,
+                         drawn_,
+                         v.logits_bf16,
+                         v.one_hot,
+                         block};
     void* arguments[] = {&on_device, &what};
-    launch(StepKernel::kRowStatistics, {2 * m_.k + 1, batch.requests, 1}, stream, arguments);
+    launch(StepKernel::kRowStatistics, {kParts, 2 * m_.k + 1, batch.requests}, stream, arguments);
     if (block && !v.one_hot && m_.k > 1)
-      launch(StepKernel::kResidualMass, {m_.k - 1, batch.requests, 1}, stream, arguments);
-    launch(StepKernel::kDecide, {batch.requests, 1, 1}, stream, arguments);
+      launch(StepKernel::kResidualMass, {kParts, m_.k - 1, batch.requests}, stream, arguments);
+    launch(StepKernel::kDraw, {kParts, batch.requests, 1}, stream, arguments);
+    launch(StepKernel::kEmit, {batch.requests, 1, 1}, stream, arguments);
   }
 
  private:
@@ -259,8 +277,12 @@ class DevicePhases final : public StepPhases {
   }
 
   template <class T>
+  T* room(std::size_t count) {
+    return static_cast<T*>(allocate(count * sizeof(T)));
+  }
+  template <class T>
   T* copy(const std::vector<T>& values) {
-    auto* to = static_cast<T*>(allocate(values.size() * sizeof(T)));
+    auto* to = room<T>(values.size());
     upload(to, values.data(), values.size() * sizeof(T));
     return to;
   }
@@ -268,13 +290,16 @@ class DevicePhases final : public StepPhases {
   DeviceCache cache_of(std::uint16_t* data) const { return {data, cache_.pages, cache_.page_rows, cache_.page_stride}; }
 
   // Parts of the context: so many that the CTAs of one step fill the GPU once. A part shorter than a tile is empty.
-  // A request's bits depend on how its context is parted: strict, it is parted as if it were alone, yet into no more
-  // parts than a full batch can write and read again.
+  // A request's bits depend on how its context is parted: strict, all batches part it alike, into as many as a small
+  // one likes and a full one can write and read again.
   std::int64_t splits_of(std::int64_t requests) const {
     constexpr std::int64_t kStrictSplits = 16;
-    const std::int64_t tiles = (m_.strict ? 1 : requests) * pieces(m_.k * m_.heads, kQueryRows);
-    const std::int64_t most = std::min(m_.max_len / kKeys, m_.strict ? kStrictSplits : kMaxSplits);
-    return std::clamp<std::int64_t>(launcher_->sm_count() / tiles, 1, std::max<std::int64_t>(1, most));
+    const auto filling = [&](std::int64_t r) {
+      return launcher_->sm_count() / (r * pieces(m_.k * m_.heads, kQueryRows));
+    };
+    const std::int64_t parts =
+        m_.strict ? std::min(filling(1), std::max(kStrictSplits, filling(max_requests_))) : filling(requests);
+    return std::clamp<std::int64_t>(parts, 1, std::clamp<std::int64_t>(m_.max_len / kKeys, 1, kMaxSplits));
   }
 
   const std::unique_ptr<StepLauncher> launcher_;
@@ -282,6 +307,7 @@ class DevicePhases final : public StepPhases {
   StepWeights w_;
   StepBuffers b_;
   CacheShape cache_;
+  std::int64_t max_requests_ = 0;
   std::uint16_t** caches_ = nullptr;
   const float** norms_ = nullptr;
   std::vector<std::uint64_t> taps_;  // TapList of kernels/draft/context.cuh: addresses, then strides
@@ -289,8 +315,9 @@ class DevicePhases final : public StepPhases {
   float* stats_ = nullptr;
   std::int32_t ctas_ = 0;  // of a pick
   DeviceSampling sampling_{};
-  double* masses_ = nullptr;
   DeviceRowStats* row_stats_ = nullptr;
+  double* masses_ = nullptr;
+  DeviceDrawn* drawn_ = nullptr;
 };
 
 }  // namespace
@@ -343,11 +370,30 @@ std::string step_model_text(const StepKernelModel& what) {
   return text + "};\n";
 }
 
+Status check_sizes(const StepModel& m) {
+  const auto refuse = [](const char* name, const std::string& value, const std::string& accepted) {
+    return refusal(StatusCode::kUnsupported, "drafter.prepare", name, value, accepted, "run the draft step on the CPU");
+  };
+  const auto within = [&](const char* name, std::int64_t value, std::int64_t bytes_of_one, std::int64_t other) {
+    constexpr std::int64_t kStatic = 48 << 10;
+    const std::int64_t most = (kStatic - other) / bytes_of_one / 8 * 8;
+    return value <= most ? Status() : refuse(name, std::to_string(value), fmt::format("up to {} on a GPU", most));
+  };
+  if (m.kv_lora % 16 != 0 || m.rope % 16 != 0)
+    return refuse("kv_lora_rank, qk_rope_head_dim", fmt::format("{}, {}", m.kv_lora, m.rope),
+                  "multiples of 16 on a GPU");
+  // pick: W1 rows of its requests, then logits, noise and bests of each warp. absorb: FP32 rows of q. values: BF16
+  // rows.
+  if (auto s = within("markov_rank", m.markov_rank, 2 * kSampleRequests, kSampleRequests * (4 + kSampleWarps * 264));
+      !s.ok())
+    return s;
+  if (auto s = within("qk_nope_head_dim", m.nope, 4 * kBlockRows, 0); !s.ok()) return s;
+  return within("kv_lora_rank", m.kv_lora, 2 * kBlockRows, 0);
+}
+
 CompileRequest step_kernel_request(StepKernel kernel, const StepKernelModel& what, const std::string& arch) {
   const StepModel& m = what.model;
-  if (m.kv_lora % 16 != 0 || m.rope % 16 != 0)
-    fail(StatusCode::kUnsupported, "drafter.prepare", "kv_lora_rank, qk_rope_head_dim",
-         fmt::format("{}, {}", m.kv_lora, m.rope), "multiples of 16 on a GPU", "run the draft step on the CPU");
+  throw_if_error(check_sizes(m));
   const KernelText& text = text_of(kernel);
   return {
       fmt::format("draft-{}-h{}-n{}-k{}-{}", text.name, m.hidden, m.heads, m.k, arch), "kernel",

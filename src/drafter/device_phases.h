@@ -29,9 +29,10 @@ enum class StepKernel : std::uint8_t {
   kFinish,
   kRowStatistics,
   kResidualMass,
-  kDecide,
+  kDraw,
+  kEmit,
 };
-inline constexpr int kNumStepKernels = 19;
+inline constexpr int kNumStepKernels = 20;
 
 // What the kernels are compiled for: the model as named constants.
 struct StepKernelModel {
@@ -42,6 +43,10 @@ struct StepKernelModel {
 
 // "struct Model { static constexpr int kHidden = 7168; .. };"
 std::string step_model_text(const StepKernelModel& model);
+
+// kUnsupported, with the field, where the kernels' tiles or the 48 kB of shared memory that a launch gets unasked do
+// not allow a size of the model.
+Status check_sizes(const StepModel& model);
 
 // For "sm_90a". Throws kUnsupported where a size of the model has no kernels of ours.
 CompileRequest step_kernel_request(StepKernel kernel, const StepKernelModel& model, const std::string& arch);
@@ -88,7 +93,10 @@ struct DeviceSampling {  // Sampling of kernels/draft/sample.cuh
 struct DeviceRowStats {  // RowStats of kernels/draft/verify.cuh
   float largest;
   std::int32_t token;
-  double log_sum;
+  double sum;
+};
+struct DeviceDrawn {  // Drawn of kernels/draft/verify.cuh
+  DeviceBest residual, target;
 };
 struct DeviceVerify {  // Verify of kernels/draft/verify.cuh
   const std::int32_t* draft_ids;
@@ -101,8 +109,9 @@ struct DeviceVerify {  // Verify of kernels/draft/verify.cuh
   std::int32_t* accepted;
   const std::int64_t* first_position;
   std::int32_t* status;
-  double* masses;
   DeviceRowStats* stats;
+  double* masses;
+  DeviceDrawn* drawn;
   std::int32_t logits_bf16, one_hot, block;
 };
 

@@ -11,6 +11,7 @@ struct Case {
   DrafterConfig config;
   DrafterLimits limits;
   DrafterShard shard;
+  int sms = 8;  // of the GPU that the emulator plays: several parts of a context, several CTAs of a pick
 };
 
 inline Case tiny_case() {  // non-causal, one sliding layer; FP32 draft logits
@@ -39,8 +40,12 @@ inline Case switched_case() {  // causal, every switch, the second rank of two; 
   return c;
 }
 
-inline Case long_case() {  // eleven tokens of four heads: two query tiles; BF16 draft logits
+// Eleven tokens of four heads: two query tiles; BF16 draft logits. On one SM, a context in one part, and a vocabulary
+// of several sweeps of a pick, the last ones ragged.
+inline Case long_case() {
   Case c{"Long", synth_preset("tiny"), {}, {}};
+  c.config.vocab_size = 1104;
+  c.sms = 1;
   c.limits.num_draft_tokens = 11;
   c.limits.request_counts = {1, 2};
   c.limits.mode = DraftMode::kProbabilistic;

@@ -17,6 +17,8 @@ namespace {
 namespace fs = std::filesystem;
 
 constexpr std::uint16_t kNan = 0x7fc1;
+// Relative norms, of drafter 13.1: linears of two backends add in another order, and all that is rounded may part.
+constexpr double kCacheBound = 0.01, kHiddenBound = 0.02, kConfidenceBound = 0.02;
 
 class HostSpace final : public Space {
  public:
@@ -278,17 +280,20 @@ void Side::poison_output() {
   }
 }
 
+DrafterWeights synthetic_weights(const DrafterConfig& config) {
+  const fs::path folder = fs::temp_directory_path() / ("twostep-step-" + std::to_string(::getpid()));
+  write_synthetic(config, 3, folder, true, [](std::uint64_t, std::uint64_t) {});
+  DrafterWeights weights = DrafterWeights::load(folder);
+  fs::remove_all(folder);
+  return weights;
+}
+
 Pair::Pair(Case of, std::int64_t of_requests, const MakeSide& make, std::int64_t rows,
            std::optional<std::int64_t> spoilt)
     : c(std::move(of)), requests(of_requests), in(c, requests, inputs_number(), rows) {
-  const fs::path folder = fs::temp_directory_path() / ("twostep-step-" + std::to_string(::getpid()));
-  write_synthetic(c.config, 3, folder, true, [](std::uint64_t, std::uint64_t) {});
-  {
-    const DrafterWeights weights = DrafterWeights::load(folder);
-    cpu = std::make_unique<Side>(c, weights, requests, host_space(), make_cpu_phases(), spoilt);
-    other = make(c, weights, requests, spoilt);
-  }
-  fs::remove_all(folder);  // what is mapped stays
+  const DrafterWeights weights = synthetic_weights(c.config);
+  cpu = std::make_unique<Side>(c, weights, requests, host_space(), make_cpu_phases(), spoilt);
+  other = make(c, weights, requests, spoilt);
 }
 
 // ---- What must hold
@@ -301,9 +306,9 @@ void expect_the_same_step(const Case& c, std::int64_t requests, const MakeSide& 
   const Outcome other = both.other->read();
   const int k = c.limits.num_draft_tokens;
   for (std::size_t layer = 0; layer < cpu.cache.size(); ++layer)
-    EXPECT_LT(relative_norm(other.cache[layer], cpu.cache[layer]), 0.01);
-  EXPECT_LT(relative_norm(other.hidden, cpu.hidden), 0.01);
-  EXPECT_LT(relative_norm(other.base, cpu.base), 0.01);
+    EXPECT_LT(relative_norm(other.cache[layer], cpu.cache[layer]), kCacheBound);
+  EXPECT_LT(relative_norm(other.hidden, cpu.hidden), kHiddenBound);
+  EXPECT_LT(relative_norm(other.base, cpu.base), kHiddenBound);
   // Picks are compared on the same base logits: where two scores are close, the backends' own may part, and what
   // follows another token is another draft.
   std::memcpy(both.cpu->drafter().output().base_logits.data, other.base.data(), other.base.size() * 2);
@@ -316,8 +321,8 @@ void expect_the_same_step(const Case& c, std::int64_t requests, const MakeSide& 
     const auto index = static_cast<std::size_t>(i);
     const std::int32_t token = other.tokens[index];
     EXPECT_TRUE(i / k == 4 ? token == -1 : token >= 0 && token < c.config.vocab_size) << token;
-    EXPECT_NEAR(other.confidence[index], cpu.confidence[index], 0.01);
-    EXPECT_NEAR(other.survival[index], cpu.survival[index], 0.02);
+    EXPECT_NEAR(other.confidence[index], cpu.confidence[index], kConfidenceBound);
+    EXPECT_NEAR(other.survival[index], cpu.survival[index], 2 * kConfidenceBound);
   }
 }
 
@@ -413,11 +418,13 @@ void expect_bad_pages_and_bad_numbers_touch_one_request_alone(const MakeSide& ma
   SCOPED_TRACE(testing::Message() << "TWOSTEP_TEST_SEED=" << inputs_number());
   Pair both(tiny_case(), 4, make);
   const auto outcome = [&] {
+    both.other->poison_cache();
     both.other->put(both.in);
     both.other->run();
     return both.other->read();
   };
-  const auto good = outcome().tokens_of(0, 3);
+  const Outcome before = outcome();
+  const auto good = before.tokens_of(0, 3);
   for (const std::int32_t bad : {-5, 0, static_cast<std::int32_t>(both.other->pages()), 1 << 30}) {
     const std::int32_t kept = std::exchange(both.in.page_table[2 * kPagesOfRequest], bad);
     const Outcome out = outcome();
@@ -439,6 +446,12 @@ void expect_bad_pages_and_bad_numbers_touch_one_request_alone(const MakeSide& ma
     EXPECT_EQ(out.tokens_of(0, 3), good);
     both.in = saved;
   }
+  // Where one number of two neighbours is bad, the rows of the next one are still its own.
+  both.in.row_start[2] = 1 << 20;
+  const Outcome out = outcome();
+  EXPECT_EQ(out.status, (std::vector<std::int32_t>{0, kBadInput, kBadInput, 0}));
+  EXPECT_EQ(out.tokens_of(0, 3), good);
+  EXPECT_EQ(out.tokens_of(3, 3), before.tokens_of(3, 3));
 }
 
 void expect_what_no_row_sees_not_to_matter(const MakeSide& make) {
@@ -460,7 +473,7 @@ void expect_what_no_row_sees_not_to_matter(const MakeSide& make) {
   const Outcome cpu = both.cpu->read(), other = both.other->read();
   EXPECT_EQ(other.status[0], 0);
   EXPECT_TRUE(is_finite(other.hidden, 0, static_cast<std::int64_t>(other.hidden.size())));
-  EXPECT_LT(relative_norm(other.hidden, cpu.hidden), 0.01);
+  EXPECT_LT(relative_norm(other.hidden, cpu.hidden), kHiddenBound);
 }
 
 void expect_later_rows_not_to_spoil_earlier_ones(const MakeSide& make) {
@@ -477,7 +490,7 @@ void expect_later_rows_not_to_spoil_earlier_ones(const MakeSide& make) {
     for (std::int64_t row = r * k + 1; row < (r + 1) * k; ++row)
       EXPECT_FALSE(is_finite(other.hidden, row * hidden, hidden));
   }
-  EXPECT_LT(relative_norm(other.hidden, cpu.hidden), 0.01);
+  EXPECT_LT(relative_norm(other.hidden, cpu.hidden), kHiddenBound);
 }
 
 void expect_the_bits_of_a_request_alone(const MakeSide& make) {

@@ -120,6 +120,9 @@ class Side {
   std::unique_ptr<DsparkDrafter> drafter_;
 };
 
+// A checkpoint of synthetic values. Its files are gone; what is mapped stays.
+DrafterWeights synthetic_weights(const DrafterConfig& config);
+
 using MakeSide = std::function<std::unique_ptr<Side>(const Case& c, const DrafterWeights& weights,
                                                      std::int64_t requests, std::optional<std::int64_t> spoilt)>;
 

@@ -19,15 +19,14 @@ using step_test::Case;
 static_assert(sizeof(d::Batch) == sizeof(StepBatch) && sizeof(d::Cache) == sizeof(DeviceCache));
 static_assert(sizeof(d::Sampling) == sizeof(DeviceSampling) && sizeof(d::Verify) == sizeof(DeviceVerify));
 static_assert(sizeof(d::Best) == sizeof(DeviceBest) && sizeof(d::RowStats) == sizeof(DeviceRowStats));
-
-constexpr int kSms = 8;  // of the GPU that is played: several parts of a context, several CTAs of a pick
+static_assert(sizeof(d::Drawn) == sizeof(DeviceDrawn));
 
 template <class Model>
 class EmulatedLauncher final : public StepLauncher {
  public:
-  explicit EmulatedLauncher(const Case& c) : text_(step_model_text(step_test::kernel_model(c))) {}
+  explicit EmulatedLauncher(const Case& c) : sms_(c.sms), text_(step_model_text(step_test::kernel_model(c))) {}
 
-  int sm_count() const override { return kSms; }
+  int sm_count() const override { return sms_; }
   void* allocate(std::size_t bytes) override { return std::memset(space_->allocate(bytes), 0, bytes); }
   void upload(void* to, const void* from, std::size_t bytes) override { std::memcpy(to, from, bytes); }
   void load(const StepKernelModel& model) override {
@@ -85,10 +84,12 @@ class EmulatedLauncher final : public StepLauncher {
         return d::finish<Model>(as<d::Batch>(a[0]), as<d::Sampling>(a[1]), p(2), p(3), p(4), p(5), p(6), p(7));
       case StepKernel::kRowStatistics: return d::row_statistics<Model>(as<d::Batch>(a[0]), as<d::Verify>(a[1]));
       case StepKernel::kResidualMass: return d::residual_mass<Model>(as<d::Batch>(a[0]), as<d::Verify>(a[1]));
-      case StepKernel::kDecide: return d::decide<Model>(as<d::Batch>(a[0]), as<d::Verify>(a[1]));
+      case StepKernel::kDraw: return d::draw<Model>(as<d::Batch>(a[0]), as<d::Verify>(a[1]));
+      case StepKernel::kEmit: return d::emit<Model>(as<d::Batch>(a[0]), as<d::Verify>(a[1]));
     }
   }
 
+  const int sms_;
   const std::string text_;
   const std::unique_ptr<step_test::Space> space_ = step_test::host_space();
   std::vector<std::byte> smem_;

@@ -27,6 +27,12 @@ struct float2 {
 struct alignas(16) uint4 {
   unsigned x, y, z, w;
 };
+struct alignas(16) float4 {
+  float x, y, z, w;
+};
+struct alignas(8) uint2 {
+  unsigned x, y;
+};
 inline float2 make_float2(float x, float y) { return {x, y}; }
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 
@@ -40,6 +46,12 @@ inline float __fadd_rn(float a, float b) { return a + b; }
 inline int atomicOr(int* to, int bits) {
   const int before = *to;
   *to |= bits;
+  return before;
+}
+
+inline int atomicMin(int* to, int value) {
+  const int before = *to;
+  *to = std::min(before, value);
   return before;
 }
 
