@@ -21,6 +21,8 @@ void add_why_kda(CLI::App& why, int& exit_code);
 void add_check_kda(CLI::App& check, int& exit_code);
 void add_bench_kda(CLI::App& bench, int& exit_code);
 
-void add_bench_draft_layer(CLI::App& bench, int& exit_code);  // below bench
+// Below bench.
+void add_bench_draft(CLI::App& bench, int& exit_code);
+void add_bench_draft_layer(CLI::App& bench, int& exit_code);
 
 }  // namespace twostep::cli

@@ -15,8 +15,11 @@
 #include "core/timer.h"
 #include "io/partial_file.h"
 #include "measure/bench_host.h"
-#include "measure/draft_loop.h"
+#include "measure/draft_step.h"
 #include "measure/row.h"
+#if TWOSTEP_CUDA
+#include "measure/draft_loop_cuda.h"
+#endif
 
 namespace twostep::cli {
 namespace {
@@ -33,29 +36,21 @@ struct DraftOptions {
   std::string json;
 };
 
-// One line of the table. Microseconds per step.
-struct Row {
-  Stage stage;
-  Summary time;
-  std::int64_t bytes = 0;  // that must be read
-};
-
 struct Result {
-  std::vector<Row> rows;
-  Summary draft, ingest;  // of whole calls
-  double read_rate = 0;   // bytes per microsecond
+  std::vector<DraftStage> rows;
+  Summary draft, ingest;              // of whole calls
+  double read_rate = 0;               // bytes per microsecond
+  std::optional<DraftGraphs> graphs;  // on a GPU
   double accept_length = 0;
   bool targets_own = false;  // greedy loops only
 };
 
-bool is_ingest(Stage stage) { return stage <= Stage::kContextCache; }
-
 std::string command_of(const DraftOptions& o) {
   return fmt::format(
       "twostep draft --checkpoint {} --requests {} --draft-tokens {} --context {} --temperature {} --steps {} "
-      "--method {} --tp {} --rank {} --seed {}",
+      "--method {} --tp {} --rank {} --seed {} --device {}",
       o.checkpoint, o.loop.requests, o.loop.draft_tokens, o.loop.context, o.loop.temperature, o.loop.steps, o.method,
-      o.loop.shard.ranks, o.loop.shard.rank, o.loop.seed);
+      o.loop.shard.ranks, o.loop.shard.rank, o.loop.seed, o.device);
 }
 
 // Opened before minutes of work, so that a folder that cannot be written is refused at once. The result of an earlier
@@ -99,8 +94,8 @@ Result measure(DraftLoop& loop, const DraftLoopOptions& options) {
   progress.update(static_cast<std::uint64_t>(options.steps), static_cast<std::uint64_t>(options.steps));
 
   Result result;
+  result.rows = draft_stages(loop, options);
   const int warmup = options.steps > 2 ? 1 : 0;
-  const bool gate = loop.drafter().config().mla_use_output_gate;
   std::vector<double> draft(static_cast<std::size_t>(options.steps), 0), ingest = draft;
   for (std::size_t i = 0; i < kNumStages; ++i) {
     const auto stage = static_cast<Stage>(i);
@@ -109,16 +104,11 @@ Result measure(DraftLoop& loop, const DraftLoopOptions& options) {
       if (is_ingest(stage)) ingest[step] += times[step];
       else if (stage != Stage::kVerify) draft[step] += times[step];
     }
-    if (stage == Stage::kGate && !gate) continue;
-    result.rows.push_back(
-        {stage, summarize(times, warmup),
-         stage_bytes(stage, model_of(loop.drafter()), gate, options.requests, options.context + options.draft_tokens)});
   }
   result.draft = summarize(std::move(draft), warmup);
   result.ingest = summarize(std::move(ingest), warmup);
   result.accept_length = loop.accept_length();
   result.targets_own = options.temperature == 0 && loop.is_targets_own();
-  result.read_rate = HostStream().rate();
   return result;
 }
 
@@ -130,8 +120,9 @@ std::string share_text(std::int64_t bytes, double rate, double us) {
 
 void print(const Result& result, DraftLoop& loop, const DraftOptions& options) {
   const DraftLoopOptions& o = options.loop;
-  fmt::print("cpu, {} requests, {} draft tokens, context {}, temperature {}, {} verification, rank {} of {}, seed {}\n",
-             o.requests, o.draft_tokens, o.context, o.temperature, options.method, o.shard.rank, o.shard.ranks, o.seed);
+  fmt::print("{}, {} requests, {} draft tokens, context {}, temperature {}, {} verification, rank {} of {}, seed {}\n",
+             result.graphs ? options.device : "cpu", o.requests, o.draft_tokens, o.context, o.temperature,
+             options.method, o.shard.rank, o.shard.ranks, o.seed);
   for (int r = 0; r < std::min(o.requests, kShown); ++r) {
     const auto& tokens = loop.tokens(r);
     fmt::print("request {}: last draft [{}], emitted {}: .. {}\n", r, fmt::join(loop.drafts(r), " "), loop.emitted(r),
@@ -142,7 +133,7 @@ void print(const Result& result, DraftLoop& loop, const DraftOptions& options) {
     fmt::print("; what was emitted {} the target's greedy decoding", result.targets_own ? "is" : "IS NOT");
   fmt::print("\n\n{:<16} {:>10} {:>9} {:>9} {:>7}\n", "stage", "us", "MB", "GB/s", "limit");
   std::int64_t draft_bytes = 0, ingest_bytes = 0;
-  for (const Row& row : result.rows) {
+  for (const DraftStage& row : result.rows) {
     const auto bytes = static_cast<double>(row.bytes);
     fmt::print("{:<16} {:>10.1f} {:>9} {:>9} {:>7}\n", stage_name(row.stage), row.time.median,
                row.bytes ? fmt::format("{:.2f}", bytes * 1e-6) : "-",
@@ -158,15 +149,27 @@ void print(const Result& result, DraftLoop& loop, const DraftOptions& options) {
       "medians over steps; all layers together. limit: time to read the bytes from memory at {:.1f} GB/s, as a\n"
       "share of the time taken; above 100% they came from caches\n",
       result.read_rate * 1e-3);
+  if (!result.graphs) return;
+  const DraftGraphs& g = *result.graphs;
+  fmt::print("these are ordinary launches with an event after each stage. Captured, {} launches, {} PDL edges:\n",
+             g.launches, g.programmatic);
+  for (const auto& [name, time, limit] :
+       {std::tuple("draft", g.draft, g.draft_limit), std::tuple("ingest", g.ingest, g.ingest_limit),
+        std::tuple("verify", g.verify, Summary{}), std::tuple("all three", g.step, Summary{})})
+    fmt::print("{:<16} {:>10.1f} us{}\n", name, time.median,
+               limit.kept == 0 ? ""
+                               : fmt::format(", {:.2f} of {:.1f} us to only read its bytes", time.median / limit.median,
+                                             limit.median));
 }
 
-nlohmann::ordered_json to_json(const Result& result, DraftLoop& loop, const DraftOptions& options) {
-  const Machine machine = this_machine(command_of(options));
+nlohmann::ordered_json to_json(const Result& result, DraftLoop& loop, const DraftOptions& options,
+                               const Machine& machine) {
   const DraftLoopOptions& o = options.loop;
   nlohmann::ordered_json out = {{"origin", origin_json(machine)},
                                 {"machine", machine_json(machine)},
-                                {"device", "cpu"},
-                                {"protocol", "steps in a row, host clock between stages"},
+                                {"device", result.graphs ? options.device : "cpu"},
+                                {"protocol", result.graphs ? "steps in a row, an event after each stage"
+                                                           : "steps in a row, host clock between stages"},
                                 {"checkpoint", options.checkpoint},
                                 {"requests", o.requests},
                                 {"draft_tokens", o.draft_tokens},
@@ -184,10 +187,17 @@ nlohmann::ordered_json to_json(const Result& result, DraftLoop& loop, const Draf
     const auto& tokens = loop.tokens(r);
     out["emitted"].push_back(std::vector(tokens.end() - static_cast<std::ptrdiff_t>(loop.emitted(r)), tokens.end()));
   }
-  for (const Row& row : result.rows)
+  for (const DraftStage& row : result.rows)
     out["stages"].push_back({{"name", stage_name(row.stage)}, {"bytes", row.bytes}, {"time", summary_json(row.time)}});
   out["draft"] = summary_json(result.draft);
   out["ingest"] = summary_json(result.ingest);
+  if (result.graphs) {
+    const DraftGraphs& g = *result.graphs;
+    out["graphs"] = {{"draft", summary_json(g.draft)},   {"draft_limit", summary_json(g.draft_limit)},
+                     {"ingest", summary_json(g.ingest)}, {"ingest_limit", summary_json(g.ingest_limit)},
+                     {"verify", summary_json(g.verify)}, {"step", summary_json(g.step)},
+                     {"launches", g.launches},           {"pdl_edges", g.programmatic}};
+  }
   return out;
 }
 
@@ -196,21 +206,36 @@ int run_draft(DraftOptions options) {
   if (options.method != "block" && options.method != "standard")
     fail(StatusCode::kInvalidArgument, kPlace, "method", options.method, "block, standard");
   options.loop.method = options.method == "block" ? VerifyMethod::kBlock : VerifyMethod::kStandard;
-  if (options.device != "auto" && parse_device(kPlace, options.device))
-    fail(StatusCode::kUnsupported, kPlace, "device", options.device, "cpu",
-         "this command runs on the CPU only; `twostep bench draft-layer` measures the linears on a GPU");
+  const std::optional<int> gpu = options.device == "auto" ? std::nullopt : parse_device(kPlace, options.device);
   const DrafterWeights weights = DrafterWeights::load(options.checkpoint);
   JsonFile json(options.json);
+  Machine machine = this_machine(command_of(options));
+#if TWOSTEP_CUDA
+  const std::optional<MeasureDevice> device = gpu ? std::optional<MeasureDevice>(std::in_place, *gpu) : std::nullopt;
+  auto memory = device ? cuda_machine(*device) : host_machine();
+#else
+  auto memory = host_machine();
+#endif
   std::optional<DraftLoop> loop;
   {
     Progress progress("load");
-    loop.emplace(weights, options.loop, [&](std::uint64_t done, std::uint64_t all) { progress.update(done, all); });
+    loop.emplace(
+        weights, options.loop, [&](std::uint64_t done, std::uint64_t all) { progress.update(done, all); },
+        std::move(memory));
   }
-  const Result result = measure(*loop, options.loop);
+  Result result = measure(*loop, options.loop);
+#if TWOSTEP_CUDA
+  if (device) {
+    result.graphs = time_draft_graphs(*device, *loop, options.loop, machine);
+    result.read_rate = result.graphs->draft_bytes / result.graphs->draft_limit.median;
+  }
+#endif
+  if (!gpu) result.read_rate = HostStream().rate();
   print(result, *loop, options);
   // A path need not be UTF-8; JSON must be.
-  json.write(to_json(result, *loop, options).dump(2, ' ', false, nlohmann::ordered_json::error_handler_t::replace) +
-             "\n");
+  json.write(
+      to_json(result, *loop, options, machine).dump(2, ' ', false, nlohmann::ordered_json::error_handler_t::replace) +
+      "\n");
   return options.loop.temperature == 0 && !result.targets_own ? 1 : 0;
 }
 
@@ -231,7 +256,7 @@ void add_draft(CLI::App& app, int& exit_code) {
   command->add_option("--tp", loop.shard.ranks, "tensor-parallel size")->capture_default_str();
   command->add_option("--rank", loop.shard.rank, "act as this rank: partial results, for timing")
       ->capture_default_str();
-  command->add_option("--device", options->device, "auto or cpu")->capture_default_str();
+  command->add_option("--device", options->device, "auto (the CPU), cpu, cuda:0, ..")->capture_default_str();
   command->add_option("--seed", options->seed_text, "of prompts, features and draws")->capture_default_str();
   command->add_option("--json", options->json, "file for the result");
   command->callback([options, &exit_code] { exit_code = run_draft(*options); });

@@ -1,22 +1,18 @@
 #include "cuda/graph.h"
 
 namespace twostep {
-namespace {
 
-// A timing event. Owned.
-class Event {
- public:
-  Event() { TWOSTEP_CUDA_CHECK(cuEventCreate(&handle_, 0), "cuda.Event"); }
-  Event(const Event&) = delete;
-  Event& operator=(const Event&) = delete;
-  ~Event() { driver().cuEventDestroy(handle_); }
-  operator CUevent() const { return handle_; }
-
- private:
-  CUevent handle_ = nullptr;
-};
-
-}  // namespace
+Event::Event() { TWOSTEP_CUDA_CHECK(cuEventCreate(&handle_, 0), "cuda.Event"); }
+Event::~Event() { driver().cuEventDestroy(handle_); }
+void Event::record(Stream stream) const {
+  TWOSTEP_CUDA_CHECK(cuEventRecord(handle_, static_cast<CUstream>(stream.handle)), "cuda.Event");
+}
+double Event::since(const Event& start) const {
+  float milliseconds = 0;
+  TWOSTEP_CUDA_CHECK(cuEventSynchronize(handle_), "cuda.Event");
+  TWOSTEP_CUDA_CHECK(cuEventElapsedTime(&milliseconds, start.handle_, handle_), "cuda.Event");
+  return 1000.0 * milliseconds;
+}
 
 Graph::Graph(Stream stream, const std::function<void()>& enqueue) {
   const auto handle = static_cast<CUstream>(stream.handle);
@@ -64,17 +60,13 @@ std::size_t Graph::num_programmatic_edges() const {
 }
 
 Summary time_graph(const Graph& graph, Stream stream, int warmup, int replays) {
-  const auto handle = static_cast<CUstream>(stream.handle);
   const Event start, end;
   std::vector<double> samples;
   for (int i = 0; i < warmup + replays; ++i) {
-    TWOSTEP_CUDA_CHECK(cuEventRecord(start, handle), "cuda.time_graph");
+    start.record(stream);
     graph.launch(stream);
-    TWOSTEP_CUDA_CHECK(cuEventRecord(end, handle), "cuda.time_graph");
-    TWOSTEP_CUDA_CHECK(cuEventSynchronize(end), "cuda.time_graph");
-    float milliseconds = 0;
-    TWOSTEP_CUDA_CHECK(cuEventElapsedTime(&milliseconds, start, end), "cuda.time_graph");
-    samples.push_back(1000.0 * milliseconds);
+    end.record(stream);
+    samples.push_back(end.since(start));
   }
   return summarize(std::move(samples), warmup);
 }

@@ -9,6 +9,20 @@
 
 namespace twostep {
 
+// A timing event. Owned.
+class Event {
+ public:
+  Event();
+  Event(const Event&) = delete;
+  Event& operator=(const Event&) = delete;
+  ~Event();
+  void record(Stream stream) const;
+  double since(const Event& start) const;  // microseconds between two recorded events; waits for this one
+
+ private:
+  CUevent handle_ = nullptr;
+};
+
 // A captured, instantiated graph. Owned.
 class Graph {
  public:

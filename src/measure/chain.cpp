@@ -1,5 +1,7 @@
 #include "measure/chain.h"
 
+#include <deque>
+
 namespace twostep {
 namespace {
 
@@ -41,6 +43,21 @@ Summary ChainTimer::isolated(const Enqueue& enqueue, Replays replays) {
       },
       replays);
   return per_launch(both, 1, plain_us_);
+}
+
+std::vector<Summary> time_in_turn(const MeasureDevice& device, const std::vector<std::function<void()>>& enqueues,
+                                  Replays replays) {
+  std::deque<Graph> graphs;
+  for (const auto& enqueue : enqueues) graphs.emplace_back(device.stream(), enqueue);
+  std::vector<std::vector<double>> samples(graphs.size());
+  for (int i = 0; i < replays.warmup + replays.kept; ++i)
+    for (std::size_t g = 0; g < graphs.size(); ++g) {
+      graphs.back().launch(device.stream());
+      samples[g].push_back(time_graph(graphs[g], device.stream(), 0, 1).median);
+    }
+  std::vector<Summary> times;
+  for (std::vector<double>& of_graph : samples) times.push_back(summarize(std::move(of_graph), replays.warmup));
+  return times;
 }
 
 Summary early_read_limit(ChainTimer& timer, const std::vector<Piece>& pieces, Replays replays) {

@@ -34,6 +34,11 @@ class ChainTimer {
   double plain_us_ = 0;
 };
 
+// Times graphs in turn, so that the clocks of one moment are those of all. Each sample follows a replay of the last
+// graph: the GPU is busy while the host enqueues, and every graph finds the same L2. Microseconds per replay.
+std::vector<Summary> time_in_turn(const MeasureDevice& device, const std::vector<std::function<void()>>& enqueues,
+                                  Replays replays);
+
 struct Piece {
   const void* data;
   std::int64_t bytes;

@@ -3,7 +3,6 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <deque>
 
 #include "core/check.h"
 #include "gemm/cublas.h"
@@ -99,23 +98,6 @@ LinearChoice choice_of(const DraftGemm& plan, int rows) {
     choice.key = plan.keys().front().hash;  // one bucket is prepared
   }
   return choice;
-}
-
-// Times graphs in turn, so that the clocks of one moment are those of all. Each sample follows a replay of the last
-// graph: the GPU is busy while the host enqueues, and every graph finds the same L2. Microseconds per replay.
-std::vector<Summary> time_in_turn(const MeasureDevice& device, const std::vector<std::function<void()>>& enqueues,
-                                  Replays replays) {
-  std::deque<Graph> graphs;
-  for (const auto& enqueue : enqueues) graphs.emplace_back(device.stream(), enqueue);
-  std::vector<std::vector<double>> samples(graphs.size());
-  for (int i = 0; i < replays.warmup + replays.kept; ++i)
-    for (std::size_t g = 0; g < graphs.size(); ++g) {
-      graphs.back().launch(device.stream());
-      samples[g].push_back(time_graph(graphs[g], device.stream(), 0, 1).median);
-    }
-  std::vector<Summary> times;
-  for (std::vector<double>& of_graph : samples) times.push_back(summarize(std::move(of_graph), replays.warmup));
-  return times;
 }
 
 // Enqueues the product of linear i, on the result of the one before.

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "gemm_fixture.h"
+#include "measure/draft_loop_cuda.h"
 #include "tests/drafter/step.h"
 
 namespace twostep {
@@ -47,6 +48,7 @@ class DrafterStep : public test::GpuTest {
 // Rows past 64 are served by cuBLAS: without it there is no drafter to test.
 class DrafterVerify : public DrafterStep {};
 class DrafterGraph : public DrafterStep {};
+class DrafterLoop : public DrafterStep {};
 
 // ---- Against the CPU backend
 
@@ -218,6 +220,47 @@ TEST_F(DrafterGraph, a_step_allocates_nothing) {
   TWOSTEP_CUDA_CHECK(cuMemGetInfo(&after, &total), "test");
   EXPECT_EQ(more, 0u) << "on the host";
   EXPECT_EQ(after, before) << "on the device";
+}
+
+// ---- Whole loops
+
+TEST_F(DrafterLoop, greedy_steps_say_what_the_target_alone_would) {
+  TWOSTEP_NEEDS_CUBLAS();
+  const DrafterWeights weights = step_test::synthetic_weights(synth_preset("tiny"));
+  const MeasureDevice device(test::kDevice);
+  for (const VerifyMethod method : {VerifyMethod::kStandard, VerifyMethod::kBlock}) {
+    DraftLoopOptions options;
+    options.requests = 3;
+    options.draft_tokens = 3;
+    options.context = 70;
+    options.steps = 20;
+    options.method = method;
+    DraftLoop loop(weights, options, {}, cuda_machine(device));
+    for (std::int64_t i = 0; i < options.steps; ++i) loop.step();
+    EXPECT_TRUE(loop.is_targets_own());
+    EXPECT_GE(loop.accept_length(), 1);
+  }
+}
+
+TEST_F(DrafterLoop, a_sampled_step_is_timed_by_stage_and_in_a_graph) {
+  TWOSTEP_NEEDS_CUBLAS();
+  const DrafterWeights weights = step_test::synthetic_weights(synth_preset("tiny"));
+  const MeasureDevice device(test::kDevice);
+  DraftLoopOptions options;
+  options.draft_tokens = 3;
+  options.temperature = 0.8f;
+  options.steps = 3;
+  DraftLoop loop(weights, options, {}, cuda_machine(device));
+  for (std::int64_t i = 0; i < options.steps; ++i) loop.step();
+  for (const DraftStage& stage : draft_stages(loop, options))
+    EXPECT_TRUE(stage.time.median > 0 || stage.stage == Stage::kTaps || stage.stage == Stage::kConfidence)
+        << stage_name(stage.stage);
+  Machine machine;
+  const DraftGraphs graphs = time_draft_graphs(device, loop, options, machine, {1, 3});
+  EXPECT_GT(graphs.draft.median, 0);
+  EXPECT_GT(graphs.step.median, graphs.draft.median);
+  EXPECT_GT(graphs.draft_limit.median, 0);
+  EXPECT_GT(graphs.programmatic, graphs.launches / 2);
 }
 
 }  // namespace
