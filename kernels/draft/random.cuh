@@ -45,15 +45,16 @@ __device__ inline float gumbel_at(const DrawKey& key, u32 index, u32 stream) {
 }
 
 // A score and its token; the better one is larger, then lower. Token -1: nothing above -inf.
-struct Best {
+struct alignas(8) Best {
   float score;
   int token;
 };
 __device__ inline Best no_best() { return {-infinity(), -1}; }
+// Without a branch, so that loads of several bests need not wait for each other.
 __device__ inline Best better(Best a, Best b) {
-  if (b.token < 0) return a;
-  if (a.token < 0 || b.score > a.score || (b.score == a.score && b.token < a.token)) return b;
-  return a;
+  const bool larger = (b.score > a.score) | ((b.score == a.score) & (b.token < a.token));
+  const bool wins = (b.token >= 0) & ((a.token < 0) | larger);
+  return {wins ? b.score : a.score, wins ? b.token : a.token};
 }
 __device__ inline Best warp_best(Best best) {
   for (int lane = 16; lane > 0; lane /= 2)

@@ -33,28 +33,32 @@ struct Sampling {
   i32* status;                // [R]
 };
 
-// The token of `draft` for request r, by one warp.
+// The best of all CTAs for a request, by one warp.
 __device__ inline Best reduce_best(const Best* of_request, int ctas, int lane) {
+  constexpr int kAtOnce = 10;  // loads under way: all of 132 SMs
   Best found = no_best();
-  for (int i = lane; i < ctas; i += kWarp) found = better(found, of_request[i]);
+  for (int first = lane; first < ctas; first += kAtOnce * kWarp) {
+    Best some[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) some[i] = first + i * kWarp < ctas ? of_request[first + i * kWarp] : no_best();
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) found = better(found, some[i]);
+  }
   return warp_best(found);
 }
 
-// Token of draft i - 1 of request r from the bests of its launch, by one warp; the anchor for i = 0. CTA `writes` keeps
-// it.
+// Token of draft i - 1 of request r from the bests of its launch, by one warp; the anchor for i = 0; -1 for padding.
+// CTA `writes` keeps it.
 template <class Model>
 __device__ inline i32 token_before(const Sampling& s, i64 requests, i64 r, int i, int ctas, int lane, bool writes) {
-  if (s.first_position[r] < 0) {
-    if (i > 0 && writes && lane == 0) s.tokens[r * Model::kK + i - 1] = -1;
-    return -1;
-  }
-  if (i == 0) return s.ids[r * Model::kK];
-  const Best found = reduce_best(s.best + (((i - 1) % 2) * requests + r) * ctas, ctas, lane);
-  const i32 token = found.token < 0 ? i32(Model::kFirstToken) : found.token;
-  if (writes && lane == 0) {
-    s.tokens[r * Model::kK + i - 1] = token;
-    if (found.token < 0) atomicOr(s.status + r, kNonFinite);
-  }
+  const i64 first_position = s.first_position[r];
+  const i32 anchor = s.ids[r * Model::kK];
+  const Best found = i == 0 ? no_best() : reduce_best(s.best + (((i - 1) % 2) * requests + r) * ctas, ctas, lane);
+  const i32 drafted = found.token < 0 ? i32(Model::kFirstToken) : found.token;
+  const i32 token = first_position < 0 ? -1 : i == 0 ? anchor : drafted;
+  if (i == 0 || !writes || lane != 0) return token;
+  s.tokens[r * Model::kK + i - 1] = token;
+  if (first_position >= 0 && found.token < 0) atomicOr(s.status + r, kNonFinite);
   return token;
 }
 
