@@ -1,5 +1,5 @@
-"""The vLLM plug-in on a GPU: the trees of vllm_tree.py at the shapes of a rank, eager and in CUDA graphs. Run test_vllm_plugin.py
-there as well: TWOSTEP_TEST_DEVICE=cuda:0 python3 -m pytest tests/python. -s shows the times."""
+"""The vLLM plug-in on a GPU: the trees of vllm_tree.py at the shapes of a rank, eager and in CUDA graphs. -s shows the times.
+Run test_vllm_plugin.py there as well: TWOSTEP_TEST_DEVICE=cuda:0 python3 -m pytest tests/python."""
 
 import time
 import types
@@ -62,7 +62,8 @@ def test_a_drafter_of_rank_shapes_is_routed_in_time_and_replays_without_a_miss(d
     cold = time.perf_counter() - cold
     x = {m: torch.randn(m, 7168).to(BF16) for m in (7, 14, 63)}
     taps = {m: torch.randn(m, 5 * 7168).to(BF16) for m in (8, 16, 64)}
-    before = [drafter.compute_draft_logits(drafter(v)) for v in x.values()] + [drafter.model.context_proj(t)[0] for t in taps.values()]
+    before = [drafter.compute_draft_logits(drafter(v)) for v in x.values()]
+    before += [drafter.model.context_proj(t)[0] for t in taps.values()]
     warm = time.perf_counter()
     served = twostep_vllm.serve(runner, Switches(kda=False))
     warm = time.perf_counter() - warm
@@ -134,7 +135,7 @@ def test_kda_steps_in_full_graphs_are_those_of_the_plain_core(monkeypatch, dim_f
         x = torch.randn(m.num_actual_tokens, shape.hidden).to(BF16)
         tree.CONTEXT.attn_metadata = {layer.prefix: m for layer in target.layers}
         fresh()
-        wanted, caches = target(x), None
+        wanted = target(x)
         caches = [c.clone() for layer in target.layers for c in layer.kv_cache]
         served = twostep_vllm.serve(runner, Switches(linears=False, logits=False))
         fresh()
@@ -185,6 +186,6 @@ def test_the_layers_of_a_target_are_prepared_in_time():
             conv, state = layer.get_state_shape()
             layer.bind_kv_cache((torch.empty(4, *conv, dtype=BF16), torch.empty(4, *state)))
         times.append(time.perf_counter() - begin)
-    print(f"\n69 layers, {len(part.keys)} keys: routed in {routed:.2f} s, prepared in {times[0]:.2f} s, again in {times[1]:.2f} s")
+    print(f"\n69 layers, {len(part.keys)} keys: routed in {routed:.2f} s, prepared in {times[0]:.2f}, then {times[1]:.2f} s")
     assert times[1] < 5
     part.remove()

@@ -131,7 +131,8 @@ def test_the_drafter_gives_the_same_and_afterwards_is_the_same(wrapper):
     served = twostep_vllm.serve(tree.Runner(torch.nn.Identity(), drafter), Switches(kda=False))
     linears = served.parts["linears"].report
     assert linears.count == 12 and {m for l in linears.layers for m in l.kinds} == {7, 8, 14, 16, 21, 24, 28, 32}
-    assert {layer.name.rpartition(".")[2] for layer in linears.layers if not layer.installed} == {"kv_b_proj", "markov_w2", "proj"}
+    left = {layer.name.rpartition(".")[2] for layer in linears.layers if not layer.installed}
+    assert left == {"kv_b_proj", "markov_w2", "proj"}
     assert served.parts["logits"].kinds == {7: KIND, 14: KIND, 21: KIND, 28: KIND}
     for ours, theirs in zip(all_of(), before):
         close(ours, theirs)
@@ -302,10 +303,46 @@ def test_caches_that_cannot_be_prepared_are_vllms_with_one_warning(wrapper, capl
     pair = tree.caches_of(layer, 4, DEVICE)
     for _ in range(2):
         layer.bind_kv_cache((pair[0], pair[1].to(BF16)))
-    assert sum("runs on vLLM's kernels" in r.getMessage() for r in caplog.records) == 1
+    assert sum("run on vLLM's kernels" in r.getMessage() for r in caplog.records) == 1
     layer.bind_kv_cache(pair)  # others are prepared again
     step(target, torch.randn(1, 256).to(BF16), tree.decode(ids(1)))
     assert served.parts["kda"].layers["layers.0"].steps == {"twostep": 1}
+
+
+def test_moved_metadata_is_one_warning_and_the_step_is_vllms(wrapper, caplog):
+    target = tree.KimiLinearForCausalLM(tree.Shape())
+    start, x, m = bound(target), torch.randn(1, 256).to(BF16), tree.decode(ids(1))
+    wanted = step(target, x, m)[0]
+    layers = twostep_vllm.serve(tree.Runner(target)).parts["kda"].layers
+    del m.num_prefills
+    for _ in range(2):
+        restored(target, start)
+        assert torch.equal(step(target, x, m)[0], wanted)
+    assert sum("no attribute 'num_prefills'" in r.getMessage() for r in caplog.records) == 1
+    assert [layer.steps for layer in layers.values()] == 2 * [{"vllm": 2}]
+
+
+def test_a_step_that_is_refused_is_vllms(wrapper, caplog):
+    target = tree.KimiLinearForCausalLM(tree.Shape(), layers=1)
+    start, x, m = bound(target), torch.randn(1, 256).to(BF16), tree.decode(ids(1).long())  # slots are int32
+    wanted = step(target, x, m)
+    layers = twostep_vllm.serve(tree.Runner(target)).parts["kda"].layers
+    restored(target, start)
+    ours = step(target, x, m)
+    assert torch.equal(ours[0], wanted[0]) and all(torch.equal(a, b) for a, b in zip(ours[1], wanted[1]))
+    assert layers["layers.0"].steps == {"vllm": 1} and "slots" in caplog.records[-1].getMessage()
+
+
+def test_another_signature_is_missed_and_nothing_is_half_routed(wrapper, caplog):
+    target = tree.KimiLinearForCausalLM(tree.Shape())
+    target.layers[1].forward = lambda hidden_states, positions, output: None
+    served = twostep_vllm.serve(tree.Runner(target))
+    assert list(served.parts["kda"].layers) == ["layers.0"] and "forward(hidden_states, positions)" in caplog.text
+    served.remove()
+    target.layers[0].get_state_shape = lambda: ()
+    was = attributes(target)
+    served = twostep_vllm.serve(tree.Runner(target))
+    assert "forward(hidden_states, positions)" in served.missing["kda"] and attributes(target) == was
 
 
 @pytest.mark.parametrize("change, reason", [
@@ -333,7 +370,8 @@ def test_adapters_and_exact_batches_keep_vllms_own(wrapper):
     assert "LoRA" in served.unserved["kda"]
     sys.modules["vllm.envs"].VLLM_BATCH_INVARIANT = True
     served = twostep_vllm.serve(tree.Runner(target, drafter))
-    assert not served.parts and all("VLLM_BATCH_INVARIANT" in why for why in served.unserved.values()) and len(served.unserved) == 3
+    assert not served.parts and len(served.unserved) == 3
+    assert all("VLLM_BATCH_INVARIANT" in why for why in served.unserved.values())
 
 
 @pytest.mark.parametrize("gone, part", [
@@ -361,7 +399,7 @@ def test_a_moved_attribute_leaves_its_part_to_vllm(monkeypatch, caplog, owner, n
     else:
         monkeypatch.delattr(type(what), name)
     served = twostep_vllm.serve(runner)
-    assert part not in served.parts and any(name in (r.getMessage()) for r in caplog.records if r.levelname == "WARNING")
+    assert part not in served.parts and any(name in r.getMessage() for r in caplog.records if r.levelname == "WARNING")
     served.remove()
 
 

@@ -224,7 +224,8 @@ class KimiK3DeltaAttention(torch.nn.Module):
         self.A_log = torch.nn.Parameter(1 + torch.randn(h) * 0.3, requires_grad=False)
         self.dt_bias = torch.nn.Parameter(torch.randn(d) * 0.3, requires_grad=False)
         self.o_norm = torch.nn.Module()
-        self.o_norm.weight, self.o_norm.eps = torch.nn.Parameter(1 + torch.randn(128).mul(0.1).to(BF16), requires_grad=False), 1e-5
+        self.o_norm.weight = torch.nn.Parameter(1 + torch.randn(128).mul(0.1).to(BF16), requires_grad=False)
+        self.o_norm.eps = 1e-5
 
     def get_state_shape(self):
         conv = (3 + self.draft_tokens, 3 * self.local_projection_size)
@@ -236,7 +237,7 @@ class KimiK3DeltaAttention(torch.nn.Module):
     def bind_kv_cache(self, caches):
         self.kv_cache = tuple(caches)
 
-    def forward(self, hidden_states, positions=None):
+    def forward(self, hidden_states, positions):
         d = self.local_projection_size
         sizes = [3 * d, d, 128, self.local_num_heads, self.in_proj_padding]
         qkv, z, f, beta, _ = self.in_proj_qkvgfab(hidden_states)[0].split(sizes, -1)
@@ -250,7 +251,8 @@ class KimiK3DeltaAttention(torch.nn.Module):
 class KimiLinearForCausalLM(torch.nn.Module):
     def __init__(self, s, layers=2, draft_tokens=0):
         super().__init__()
-        self.layers = torch.nn.ModuleList(KimiK3DeltaAttention(s, f"layers.{i}.self_attn", draft_tokens) for i in range(layers))
+        self.layers = torch.nn.ModuleList(
+            KimiK3DeltaAttention(s, f"layers.{i}.self_attn", draft_tokens) for i in range(layers))
 
     def forward(self, x, positions=None):
         for layer in self.layers:
@@ -308,7 +310,8 @@ def framework(monkeypatch, without=()):
     parts = {
         "vllm.v1.worker.worker_base": {"WorkerWrapperBase": wrapper},
         "vllm.forward_context": {"get_forward_context": lambda: CONTEXT},
-        "vllm.distributed": {"get_tp_group": lambda: group, "tensor_model_parallel_all_gather": lambda x: torch.cat((x, x), -1)},
+        "vllm.distributed": {"get_tp_group": lambda: group,
+                             "tensor_model_parallel_all_gather": lambda x: torch.cat((x, x), -1)},
         "vllm.envs": {"VLLM_BATCH_INVARIANT": False},
         "vllm.model_executor.layers.linear": {"UnquantizedLinearMethod": UnquantizedLinearMethod},
         "vllm.model_executor.layers.vocab_parallel_embedding": {"UnquantizedEmbeddingMethod": UnquantizedEmbeddingMethod},
@@ -339,10 +342,11 @@ class Runner:
                                                         enable_adaptive_verification=False)
         self.target, self.speculator = target, types.SimpleNamespace(model=drafter)
         self.lora_resets = 0
+        compilation = types.SimpleNamespace(cudagraph_capture_sizes=list(sizes), cudagraph_mode=Mode(True))
         self.vllm_config = types.SimpleNamespace(**{**dict(
             model_config=types.SimpleNamespace(architectures=["KimiK3ForConditionalGeneration"]),
             speculative_config=speculation, scheduler_config=types.SimpleNamespace(max_num_seqs=requests), lora_config=None,
-            compilation_config=types.SimpleNamespace(cudagraph_capture_sizes=list(sizes), cudagraph_mode=Mode(True))), **config})
+            compilation_config=compilation), **config})
 
     def get_model(self):
         return self.target

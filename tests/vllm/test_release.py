@@ -50,9 +50,11 @@ def attributes(model):
 
 def same_attributes(model, was):
     now = attributes(model)
+    def same(a, b):
+        return a.keys() == b.keys() and all(a[name] is b[name] for name in a)
+
     return now.keys() == was.keys() and all(
-        now[k][0] is was[k][0] and all(a.keys() == b.keys() and all(a[n] is b[n] for n in a) for a, b in zip(now[k][1:], was[k][1:]))
-        for k in now)
+        now[k][0] is was[k][0] and all(map(same, now[k][1:], was[k][1:])) for k in now)
 
 
 def test_it_is_a_tested_release():
@@ -87,8 +89,8 @@ def test_the_wheel_is_found_by_vllm_and_without_it_vllm_is_as_before(tmp_path):
     source, wheel, elsewhere = (tmp_path / name for name in ("source", "wheel", "elsewhere"))
     shutil.copytree(ROOT / "integrations" / "vllm", source)  # a build writes beside the sources
     elsewhere.mkdir()
-    subprocess.run([sys.executable, "-m", "pip", "install", "-qq", "--no-deps", "--no-build-isolation", "--target", wheel, source],
-                   check=True)
+    pip = [sys.executable, "-m", "pip", "install", "-qq", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*pip, "--target", wheel, source], check=True)
     program = ("import vllm.plugins, vllm.v1.worker.worker_base as w; vllm.plugins.load_general_plugins();"
                "print('hooked', 'load_model' in vars(w.WorkerWrapperBase))")
     for path, off, wanted in ((wheel, "", True), (wheel, "0", False), (None, "", False)):
@@ -127,15 +129,16 @@ def test_the_drafter_gives_the_same_and_afterwards_is_the_same(config):
     def all_of():
         hidden = drafter(None, positions, x)
         embed = drafter.markov_embed(torch.arange(DRAFTS))
-        return [hidden, drafter.model.context_proj(taps), drafter.model.context_kv_proj(hidden), drafter.compute_draft_logits(hidden),
-                drafter.markov_bias(embed), drafter.compute_confidence(hidden, embed)]
+        return [hidden, drafter.model.context_proj(taps), drafter.model.context_kv_proj(hidden),
+                drafter.compute_draft_logits(hidden), drafter.markov_bias(embed), drafter.compute_confidence(hidden, embed)]
 
     before, was = all_of(), attributes(drafter)
     assert all(value.isfinite().all() for value in before) and before[3].shape == (DRAFTS, VOCAB)
     served = twostep_vllm.serve(runner, Switches(kda=False))
     report = served.parts["linears"].report
     assert report.count == 12 and not served.missing and not served.unserved, vars(served)
-    assert {layer.name.rpartition(".")[2] for layer in report.layers if not layer.installed} == {"kv_b_proj", "markov_w2", "proj"}
+    left = {layer.name.rpartition(".")[2] for layer in report.layers if not layer.installed}
+    assert left == {"kv_b_proj", "markov_w2", "proj"}
     during = all_of()
     for ours, theirs in zip(during[:5], before):
         close(ours, theirs)

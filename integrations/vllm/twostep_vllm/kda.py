@@ -1,12 +1,13 @@
 """The KDA layers of the target: decode and verify on PreparedKda, over vLLM's own caches; all else as it was."""
 
+import inspect
 import logging
 from collections import Counter
 
 import torch
 
 import twostep
-from twostep_vllm.framework import Unserved, captures, need
+from twostep_vllm.framework import Missing, Unserved, captures, need
 
 log = logging.getLogger("vllm.twostep")
 
@@ -28,11 +29,19 @@ def keys_of(sizes, requests, draft_tokens):
     return keys
 
 
+def product(linear, x):
+    """Of a layer of vLLM, which may give its bias as well."""
+    out = linear(x)
+    return out[0] if isinstance(out, tuple) else out
+
+
 class Layer:
     """One KimiK3DeltaAttention, whose forward and bind_kv_cache are ours while this is in force."""
 
-    def __init__(self, layer, keys, forward_context, is_uniform):
-        need(layer, "prefix", "in_proj_qkvgfab", "o_proj", "forward", "bind_kv_cache")
+    def __init__(self, layer, keys, forward_context, is_uniform, tell):
+        need(layer, "prefix", "in_proj_qkvgfab", "o_proj", "bind_kv_cache")
+        if list(inspect.signature(need(layer, "forward")).parameters) != ["hidden_states", "positions"]:
+            raise Missing(f"{type(layer).__name__}.forward(hidden_states, positions)")
         if getattr(layer, "use_recoverssm", False):
             raise Unserved("--use-replayssm keeps records of vLLM's own form; served is a state for each drafted token")
         if getattr(layer, "gemm_rs_ar", None) is not None:
@@ -42,7 +51,7 @@ class Layer:
         dtypes = tuple(need(layer, "get_state_dtype")()[:2])
         if dtypes != (torch.bfloat16, torch.float32):
             raise Unserved(f"its caches are {dtypes[0]} and {dtypes[1]}; served are bfloat16 (conv) and float32 (state)")
-        self.layer, self.width, self.reason = layer, width, ""
+        self.layer, self.width, self._tell = layer, width, tell
         self._context, self._is_uniform = forward_context, is_uniform
         columns = 4 * width + width // heads + heads + padding
         self.core = twostep.PreparedKda.from_module(layer, dict.fromkeys(keys, columns), conv_dim_first=conv[0] == 3 * width)
@@ -64,33 +73,41 @@ class Layer:
         try:
             self.core.prepare(tuple(self.layer.kv_cache[:2]))
             self._caches = self.layer.kv_cache
-        except twostep.Error as error:
+        except (twostep.Error, AttributeError, TypeError) as error:
             self._leave(error)
 
     def _leave(self, error):
-        """To vLLM, until other caches are bound. Logged once for each reason."""
+        """To vLLM, until other caches are bound."""
         self._caches = None
-        if self.reason != str(error):
-            self.reason = str(error)
-            log.warning("twostep: %s runs on vLLM's kernels: %s", self.layer.prefix, error)
+        self._tell(f"{self.layer.prefix} and all like it run on vLLM's kernels", error)
 
-    def forward(self, hidden_states, positions=None, **options):
-        step = self._step(hidden_states)
+    def forward(self, hidden_states, positions):
+        heads = self._heads(hidden_states)
+        self.steps["vllm" if heads is None else "twostep"] += 1
+        if heads is None:
+            return self._forward(hidden_states=hidden_states, positions=positions)
+        return product(self.layer.o_proj, heads)
+
+    def _heads(self, hidden_states):
+        """The rows for the output projection, or None: the step is vLLM's, and nothing was launched but the projection."""
+        try:
+            step = self._step(hidden_states)
+        except AttributeError as error:  # of the metadata
+            self._leave(error)
+            return None
         if step is None:
-            self.steps["vllm"] += 1
-            return self._forward(hidden_states=hidden_states, positions=positions, **options)
+            return None
         rows, call = step
-        self.steps["twostep"] += 1
-        projected = self.layer.in_proj_qkvgfab(hidden_states)[0]
+        projected = product(self.layer.in_proj_qkvgfab, hidden_states)
         heads = projected.new_empty((projected.shape[0], self.width))
         try:
             self.core.run(projected[:rows], heads[:rows], caches=self._caches[:2], **call)
         except twostep.Error as error:
             if error.code == "device_error":
                 raise
-            self._leave(error)  # refused before anything was launched
-            return self._forward(hidden_states=hidden_states, positions=positions, **options)
-        return self.layer.o_proj(heads)[0]
+            self._leave(error)
+            return None
+        return heads
 
     def _step(self, hidden_states):
         """(rows, the call's slots, accepted and tokens) of a step that the core serves: all decode, or all verify with one
@@ -148,15 +165,23 @@ class KdaLayers:
         """is_uniform(captured): do the host's counts of a verify step tell that all its requests have as many tokens, and,
         of a captured one, those of each replay?"""
         self._runner, self._follow, self.keys = runner, need(runner, "reset_lora_state"), keys
-        self.layers, self._skipped = {}, {}
+        self.layers, self._skipped, self._told = {}, {}, set()
+        kind = Unserved
         for path, layer in layers.items():
             try:
-                self.layers[path] = Layer(layer, keys, forward_context, is_uniform)
-            except (Unserved, twostep.Error) as error:
+                self.layers[path] = Layer(layer, keys, forward_context, is_uniform, self._tell)
+            except (Unserved, twostep.Error, AttributeError, TypeError, ValueError) as error:  # the last three: it has moved
                 self._skipped[path] = str(error)
+                kind = Unserved if isinstance(error, twostep.Error) or type(error) is Unserved else Missing
         if not self.layers:
-            raise Unserved("; ".join(self.skipped()))
+            raise kind("; ".join(self.skipped()))
         runner.reset_lora_state = self._weights_replaced
+
+    def _tell(self, what, error):
+        """Each reason once, not once for each layer."""
+        if str(error) not in self._told:
+            self._told.add(str(error))
+            log.warning("twostep: %s: %s", what, error)
 
     def _weights_replaced(self, *args, **options):
         """vLLM calls this whenever the target's weights were replaced."""
