@@ -309,6 +309,20 @@ def test_caches_that_cannot_be_prepared_are_vllms_with_one_warning(wrapper, capl
     assert served.parts["kda"].layers["layers.0"].steps == {"twostep": 1}
 
 
+def test_a_runner_that_loads_again_is_served_anew(wrapper):
+    drafter = tree.K3DSparkForCausalLM(tree.Shape())
+    first, second = (tree.KimiLinearForCausalLM(tree.Shape(), draft_tokens=3) for _ in range(2))
+    runner = tree.Runner(first, drafter, draft_tokens=3)
+    was = [attributes(model) for model in (first, second, drafter)]
+    twostep_vllm.serve(runner)
+    runner.target = second
+    served = twostep_vllm.serve(runner)
+    assert attributes(first) == was[0] and set(served.parts) == {"linears", "logits", "kda"} and runner._twostep is served
+    twostep_vllm.serve(runner).remove()
+    assert [attributes(model) for model in (first, second, drafter)] == was
+    assert "_twostep" not in vars(runner) and "reset_lora_state" not in vars(runner)
+
+
 def test_moved_metadata_is_one_warning_and_the_step_is_vllms(wrapper, caplog):
     target = tree.KimiLinearForCausalLM(tree.Shape())
     start, x, m = bound(target), torch.randn(1, 256).to(BF16), tree.decode(ids(1))

@@ -61,20 +61,28 @@ def unregister():
 
 
 class Served:
-    """What serve did for one model runner. `parts` by name; remove() gives vLLM its own back."""
+    """What serve did for one model runner, which keeps it. `parts` by name; remove() gives vLLM its own back."""
 
-    def __init__(self):
+    def __init__(self, runner):
         self.parts, self.unserved, self.missing = {}, {}, {}
+        before = getattr(runner, "_twostep", None)
+        if before is not None:  # the runner has loaded another model since
+            before.remove()
+        self._runner = runner
+        if runner is not None:
+            runner._twostep = self
 
     def remove(self):
         for part in self.parts.values():
             part.remove()
         self.parts = {}
+        if getattr(self._runner, "_twostep", None) is self:
+            del self._runner._twostep
 
 
 def serve(runner, switches=Switches()):
     """Routes what a model runner of vLLM has loaded, and logs what it did. Never raises. Returns a Served."""
-    served, begin = Served(), time.perf_counter()
+    served, begin = Served(runner), time.perf_counter()
     for name, route in (("linears", _linears), ("logits", _logits), ("kda", _kda)):
         if not (switches.all and getattr(switches, name)):
             continue
