@@ -151,10 +151,13 @@ def test_a_quantised_drafter_is_left_alone_with_the_reason(wrapper, caplog):
     assert not served.parts and "QuantizedMethod" in served.unserved["linears"] and "serves nothing" in caplog.text
 
 
-def test_another_drafter_is_left_alone_with_the_reason(wrapper):
+def test_another_drafter_is_left_alone_with_the_reason(wrapper, caplog):
     runner = tree.Runner(torch.nn.Identity(), torch.nn.Linear(8, 8))
     served = twostep_vllm.serve(runner, Switches(kda=False))
-    assert served.unserved["linears"] == "the drafter is a Linear; served is K3DSparkForCausalLM"
+    why = "the drafter is a Linear; served is K3DSparkForCausalLM"
+    assert served.unserved == {"linears": why, "logits": why}
+    assert [r.getMessage() for r in caplog.records if r.levelname == "WARNING"] == [
+        f"twostep: vLLM's own code runs: linears, logits: {why}"]
     runner.vllm_config.speculative_config.method = "eagle"
     served = twostep_vllm.serve(runner, Switches(kda=False))
     assert not served.parts and not served.unserved and not served.missing

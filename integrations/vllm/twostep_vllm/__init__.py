@@ -4,7 +4,6 @@
 and why not, is logged once. Without the wheel, vLLM is exactly as before.
 """
 
-import functools
 import logging
 import time
 from importlib.metadata import PackageNotFoundError, version
@@ -38,7 +37,6 @@ def register():
         return
     own = wrapper.__dict__.get("load_model")  # absent in the tested releases: the wrapper passes the call on
 
-    @functools.wraps(own or register)
     def load_model(self, *args, **options):
         result = own(self, *args, **options) if own else self.worker.load_model(*args, **options)
         serve(getattr(getattr(self, "worker", None), "model_runner", None), switches)
@@ -100,10 +98,9 @@ def serve(runner, switches=Switches()):
 
 def _tell(served, switches, seconds):
     if served.missing:
-        log.warning("twostep: missing in %s, so vLLM's own code runs: %s", release(),
-                    "; ".join(f"{name}: {what}" for name, what in served.missing.items()))
-    for name, reason in served.unserved.items():
-        log.warning("twostep: %s: vLLM's own code runs: %s", name, reason)
+        log.warning("twostep: missing in %s, so vLLM's own code runs: %s", release(), _by_reason(served.missing))
+    if served.unserved:
+        log.warning("twostep: vLLM's own code runs: %s", _by_reason(served.unserved))
     for part in served.parts.values():
         for sentence in part.skipped():
             log.info("twostep: on vLLM's own code: %s", sentence)
@@ -114,6 +111,14 @@ def _tell(served, switches, seconds):
         log.info("twostep serves nothing of this model%s", off)
 
 
+def _by_reason(reasons):
+    """{part: reason} in words, each reason once."""
+    parts = {}
+    for part, why in reasons.items():
+        parts.setdefault(why, []).append(part)
+    return "; ".join(f"{', '.join(names)}: {why}" for why, names in parts.items())
+
+
 def _model(runner):
     """The target, and its VllmConfig."""
     if runner is None:
@@ -121,7 +126,7 @@ def _model(runner):
     return need(runner, "get_model")(), need(runner, "vllm_config")
 
 
-def _exact_batches():
+def _refuse_exact_batches():
     if find("vllm.envs", "VLLM_BATCH_INVARIANT"):
         raise Unserved("VLLM_BATCH_INVARIANT asks for results that do not depend on the batch")
 
@@ -135,7 +140,7 @@ def _drafter(runner):
     drafter = need(need(runner, "speculator"), "model")
     if "" not in layers_of(drafter, "K3DSparkForCausalLM"):
         raise Unserved(f"the drafter is a {type(drafter).__name__}; served is K3DSparkForCausalLM")
-    _exact_batches()
+    _refuse_exact_batches()
     return drafter, need(speculation, "num_speculative_tokens"), need(config, "scheduler_config.max_num_seqs")
 
 
@@ -181,7 +186,7 @@ def _kda(runner, switches):
         return None
     from twostep_vllm.kda import KdaLayers, keys_of
 
-    _exact_batches()
+    _refuse_exact_batches()
     if getattr(config, "lora_config", None) is not None:
         raise Unserved("adapters (LoRA) may change the projections that the core takes in")
     speculation, compilation = need(config, "speculative_config", "compilation_config")
