@@ -1,7 +1,7 @@
 """The tested vLLM on a machine without a GPU: its configuration, groups and modules, as far as they need no kernel of its own.
 
-What has no CPU form is replaced by a stand-in in torch, the same before, during and after the routing: the attention between
-the drafter's linears, and the KDA core (kda_core of tests/python/vllm_tree.py).
+Triton's interpreter runs vLLM's KDA kernels. The attention between the drafter's linears has no form for the CPU: a stand-in in
+torch takes its place, the same before, during and after the routing.
 """
 
 import os
@@ -11,6 +11,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 os.environ["VLLM_TARGET_DEVICE"] = "cpu"
+os.environ["TRITON_INTERPRET"] = "1"
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # else vLLM takes Triton without a driver for none
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 sys.path[:0] = [str(Path(__file__).parents[1] / "python"), str(Path(__file__).parents[2] / "integrations" / "vllm")]
 
@@ -122,21 +124,31 @@ def make_drafter(config, head=True):
     return fill(drafter)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _interpreted():
+    """vLLM's KDA kernels, as they are for a GPU, for Triton's interpreter. Before anything else imports them."""
+    import triton.language as tl
+    from vllm.platforms import current_platform
+
+    platform = type(current_platform)
+    is_cpu, platform.is_cpu = platform.is_cpu, lambda self: False
+    import vllm.model_executor.layers.mamba.ops.causal_conv1d  # noqa: F401
+
+    platform.is_cpu = is_cpu
+    from vllm.models.kimi_k3.nvidia.ops.third_party.kda import fused_recurrent
+
+    # Bound at import, these are not what the interpreter puts in the place of tl.exp and tl.log.
+    fused_recurrent.exp, fused_recurrent.log = lambda x: tl.exp(x), lambda x: tl.log(x)
+
+
 def make_kda(config, dim_first):
-    """KimiK3DeltaAttention, twice, whose _forward is the plain core; in a model."""
-    import vllm_tree as tree
+    """A model of two KimiK3DeltaAttention."""
     from vllm.config import set_current_vllm_config
-    from vllm.forward_context import get_forward_context
+    from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
     from vllm.models.kimi_k3.nvidia import kda
 
-    def core(self, mixed_qkv, g1, g2, beta, core_attn_out):
-        m = get_forward_context().attn_metadata[self.prefix]
-        out = tree.reference_step(self, m, mixed_qkv, g1[0].flatten(-2), g2.flatten(-2), beta[0], dim_first)
-        core_attn_out.zero_()
-        core_attn_out[0, : m.num_actual_tokens] = out.view(m.num_actual_tokens, self.local_num_heads, self.head_dim)
-
-    kda.KimiK3DeltaAttention._forward = core
     os.environ["VLLM_SSM_CONV_STATE_LAYOUT"] = "DS" if dim_first else "SD"
+    get_conv_state_layout.cache_clear()
 
     class KimiLinearForCausalLM(torch.nn.Module):
         def __init__(self):

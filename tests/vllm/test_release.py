@@ -156,12 +156,10 @@ def test_the_drafter_gives_the_same_and_afterwards_is_the_same(config):
 
 @pytest.mark.parametrize("dim_first", [False, True])
 def test_the_kda_layers_give_the_same_and_afterwards_are_the_same(config, dim_first):
+    """Against vLLM's own kernels: its convolution, its recurrence in decode and in verify, its norm."""
     from vllm.forward_context import set_forward_context
-    from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
     from vllm.models.kimi_k3.nvidia.kda_metadata import KimiK3KDAMetadata
 
-    os.environ["VLLM_SSM_CONV_STATE_LAYOUT"] = "DS" if dim_first else "SD"
-    getattr(get_conv_state_layout, "cache_clear", lambda: None)()
     target = make_kda(config, dim_first)
     runner = Runner(config, target, torch.nn.Identity())
     size = sum(t.numel() * t.element_size() for t in tree.caches_of(target.layers[0], 1))
@@ -178,9 +176,11 @@ def test_the_kda_layers_give_the_same_and_afterwards_are_the_same(config, dim_fi
                 cache.copy_(values)
 
     def metadata(namespace):
-        known = {field.name for field in fields(KimiK3KDAMetadata)}
-        zero = dict.fromkeys(("num_prefill_tokens", "num_decode_tokens"), 0)
-        return KimiK3KDAMetadata(**zero, **{k: v for k, v in vars(namespace).items() if k in known})
+        m = dict(vars(namespace), num_prefill_tokens=0, num_decode_tokens=namespace.num_decodes)
+        if namespace.num_spec_decodes:
+            lengths = namespace.num_spec_decode_tokens // namespace.num_spec_decodes
+            m["spec_query_start_loc"] = torch.arange(namespace.num_spec_decodes + 1, dtype=torch.int32) * lengths
+        return KimiK3KDAMetadata(**m)
 
     ids = lambda *rows: torch.tensor(rows, dtype=torch.int32)  # noqa: E731
     table = ids([1, 2, 3, 4, -7], [5, 6, 7, 8, -7])
@@ -210,8 +210,12 @@ def test_the_kda_layers_give_the_same_and_afterwards_are_the_same(config, dim_fi
     for name in steps:
         out, caches = run(name)
         close(out, before[name][0])
-        for ours, theirs in zip(caches, before[name][1]):
-            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-2 if ours.dtype == torch.float32 else 3e-2)
+        for place, ours, theirs in zip(("conv 0", "state 0", "conv 1", "state 1"), caches, before[name][1]):
+            error = (ours.double() - theirs.double()).abs()
+            # Of one projection: the conv line bit for bit, the states but for roundings to BF16 of q, k and v that flip, and of
+            # what these reach. The second layer's projection has the first one's flips.
+            most, share = {"conv 0": (0, 0), "state 0": (2e-2, 5e-3), "conv 1": (4e-2, 0.15), "state 1": (5e-2, 3e-2)}[place]
+            assert error.max() <= most and (error > 1e-3).double().mean() <= share, (name, place, error.max())
     assert [layer.steps for layer in layers.values()] == 2 * [{"twostep": 4, "vllm": 1}]  # vllm: the ragged one
     served.remove()
     bind()
