@@ -11,6 +11,7 @@ torch = pytest.importorskip("torch")
 import vllm_tree as tree  # noqa: E402
 
 import twostep_vllm  # noqa: E402
+from twostep_vllm import drafter as drafting  # noqa: E402
 from twostep_vllm.drafter import Gather, rows_of  # noqa: E402
 from twostep_vllm.kda import keys_of  # noqa: E402
 from twostep_vllm.switches import Switches  # noqa: E402
@@ -177,29 +178,32 @@ def test_a_head_of_two_ranks_is_gathered_and_cut(wrapper, monkeypatch):
         assert drafter.compute_draft_logits(hidden[:0]).shape == (0, 2000)
         served.remove()
 
-    class Mailbox:
-        calls = 0
+    checks, calls = [], []
 
-        def __init__(self, group, max_rows, max_cols):
-            assert (max_rows, max_cols) == (64, 1024)
+    class LogitsGather:
+        def __init__(self, group, width, rows):
+            assert (width, rows) == (1024, 64)
+            self.mailbox = types.SimpleNamespace(check=lambda: checks.append(1))
 
         def gather_logits(self, logits):
-            Mailbox.calls += 1
-            return None if logits.shape[0] > 64 else torch.cat((logits, logits), 1)
+            calls.append(len(logits))
+            return None if len(logits) > 7 else torch.cat((logits, logits), 1)
 
-    import twostep
-
-    monkeypatch.setattr(twostep, "Mailbox", Mailbox, raising=False)
+    monkeypatch.setattr(drafting.twostep.torch, "LogitsGather", LogitsGather, raising=False)
     served = twostep_vllm.serve(runner, Switches(linears=False, kda=False))
-    if DEVICE == "cpu":
-        assert "the head is not on a GPU" in str(served.parts["logits"])
-        served.remove()
-        gather = Gather(2, lambda shard: pytest.fail("not asked for"), Mailbox(None, 64, 1024))
-        assert gather(hidden).shape == (7, 512) and Mailbox.calls == 1
-    else:
-        assert "gathered by the Mailbox" in str(served.parts["logits"])
-        close(drafter.compute_draft_logits(hidden), whole)
-        assert Mailbox.calls == 1
+    assert ("the head is not on a GPU" if DEVICE == "cpu" else "propose is missing") in str(served.parts["logits"])
+    served.remove()
+    gather = Gather(2, lambda shard: torch.cat((shard, shard), 1), LogitsGather(None, 1024, 64))
+    speculator = type("Speculator", (), {"propose": staticmethod(lambda step: step + 1)})()
+    logits = drafting.Logits(drafter, (7,), gather, speculator=speculator)
+    close(drafter.compute_draft_logits(hidden), whole)
+    assert not calls  # eager steps are vLLM's
+    monkeypatch.setattr(drafting, "captures", lambda shard: True)
+    close(drafter.compute_draft_logits(hidden), whole)
+    close(drafter.compute_draft_logits(hidden.repeat(2, 1)), whole.repeat(2, 1))  # not taken: vLLM's
+    assert calls == [7, 14] and speculator.propose(1) == 2 and checks == [1]
+    logits.remove()
+    assert "propose" not in vars(speculator) and "compute_draft_logits" not in vars(drafter)
 
 
 @pytest.mark.parametrize("dim_first", [False, True])

@@ -170,10 +170,10 @@ def _logits(runner, switches):
         all_gather = find("vllm.distributed", "tensor_model_parallel_all_gather")
         mailbox, why = None, "TWOSTEP_VLLM_MAILBOX=0"
         if switches.mailbox:
-            mailbox, why = mailbox_of(find("vllm.distributed", "get_tp_group")(), head)
+            mailbox, why = mailbox_of(find("vllm.distributed", "get_tp_group")(), head, runner.speculator)
         gather = Gather(ranks, all_gather, mailbox)
         how = f" on each of {ranks} ranks, gathered by " + ("the Mailbox" if mailbox else f"vLLM's all-gather ({why})")
-    return Logits(drafter, rows_of((tokens,), requests), gather, how)
+    return Logits(drafter, rows_of((tokens,), requests), gather, how, runner.speculator)
 
 
 def _kda(runner, switches):

@@ -4,7 +4,7 @@ from collections import Counter
 
 import twostep
 import twostep.torch
-from twostep_vllm.framework import Unserved, need
+from twostep_vllm.framework import Unserved, captures, need
 
 MOST_ROWS = 64  # above, every layer runs its own method
 
@@ -38,13 +38,14 @@ class Linears:
 
 
 class Gather:
-    """Logits [M, N] of each rank to [M, ranks N] on all: by the Mailbox where it takes them, else by vLLM's all-gather."""
+    """Logits [M, N] of each rank to [M, ranks N] on all: by the Mailbox in a captured step that it takes, else by vLLM's
+    all-gather. Eager steps, the same on all ranks, are on several streams of vLLM, and a mailbox is bound to one."""
 
     def __init__(self, ranks, all_gather, mailbox=None):
         self.ranks, self.all_gather, self.mailbox = ranks, all_gather, mailbox
 
     def __call__(self, shard):
-        if self.mailbox is not None:
+        if self.mailbox is not None and captures(shard):
             whole = self.mailbox.gather_logits(shard)  # None: it does not take them, on any rank
             if whole is not None:
                 return whole
@@ -53,23 +54,25 @@ class Gather:
         return self.all_gather(shard)
 
 
-def mailbox_of(group, head):
-    """(Mailbox over the ranks of a tensor-parallel group of vLLM, "") or (None, why not). Collective."""
-    kind = getattr(twostep, "Mailbox", None)
+def mailbox_of(group, head, speculator):
+    """(LogitsGather over the ranks of a tensor-parallel group of vLLM, "") or (None, why not). Collective."""
+    kind = getattr(twostep.torch, "LogitsGather", None)
     if kind is None:
-        return None, f"twostep {twostep.__version__} has no Mailbox"
+        return None, "this twostep has no Mailbox"
     if not head.weight.is_cuda:
         return None, "the head is not on a GPU"
+    if not hasattr(speculator, "propose"):
+        return None, f"{type(speculator).__name__}.propose is missing, where each step asks whether a peer was lost"
     try:
-        return kind(need(group, "cpu_group"), max_rows=MOST_ROWS, max_cols=head.weight.shape[0]), ""
+        return kind(need(group, "cpu_group"), head.weight.shape[0], rows=MOST_ROWS), ""
     except twostep.Error as error:  # the same on all ranks: creating one is a vote
         return None, str(error)
 
 
 class Logits:
-    """drafter.compute_draft_logits on twostep.torch.draft_logits."""
+    """drafter.compute_draft_logits on twostep.torch.draft_logits. With a mailbox, each speculator.propose checks it first."""
 
-    def __init__(self, drafter, rows, gather=None, how=""):
+    def __init__(self, drafter, rows, gather=None, how="", speculator=None):
         head, _, _ = need(drafter, "lm_head", "logits_processor", "compute_draft_logits")
         if head is None:
             raise Unserved("the drafter has no head on this rank")
@@ -77,6 +80,15 @@ class Logits:
         self.kinds = twostep.torch.prepare_draft_logits(drafter, rows)
         self._drafter, self._method = drafter, lambda hidden: twostep.torch.draft_logits(drafter, hidden, gather)
         drafter.compute_draft_logits = self._method
+        self._speculator, self._propose = speculator, None
+        if gather is not None and gather.mailbox is not None:
+            propose, check = speculator.propose, gather.mailbox.mailbox.check
+
+            def checked(*args, **options):
+                check()  # raises for a peer that was lost in a replay; waits for nothing
+                return propose(*args, **options)
+
+            self._propose = speculator.propose = checked
 
     def __str__(self):
         counts = ", ".join(f"{count} {kind}" for kind, count in Counter(self.kinds.values()).most_common())
@@ -88,3 +100,5 @@ class Logits:
     def remove(self):
         if self._drafter.__dict__.get("compute_draft_logits") is self._method:
             del self._drafter.compute_draft_logits
+        if self._propose is not None and self._speculator.__dict__.get("propose") is self._propose:
+            del self._speculator.propose
