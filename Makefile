@@ -41,7 +41,7 @@ demo: configure
 device: setup
 	cmake --preset device
 	cmake --build --preset device --parallel $(JOBS)
-	install -D --strip -t build-device/stage/bin build-device/bin/twostep build-device/bin/twostep_gpu_tests
+	install -D --strip -t build-device/stage/bin build-device/bin/twostep build-device/bin/twostep_gpu_tests build-device/bin/twostep_multi_tests
 	scripts/check_needed.sh --static build-device/stage/bin/*
 
 # The package's source with all that it builds with, for a machine where nothing can be downloaded. There:

@@ -31,6 +31,7 @@
 #include "jit/build.h"
 #include "jit/nvrtc.h"
 #include "kda/plan.h"
+#include "mailbox/kernels.h"
 #include "measure/kda_bytes.h"
 #include "measure/kda_case.h"
 #include "measure/kernels.h"
@@ -253,6 +254,9 @@ void add_others(const CompileOptions& options, const DeviceFacts& facts, std::ve
   jobs->back().subject = subject_of(shape, 0);
   for (const bool cap : {false, true}) jobs->push_back(job_of(logits_request(facts.arch, cap)));
   add_draft_step(facts, jobs);
+  for (int op = 0; op < kMailboxOps; ++op)
+    for (const int ranks : {2, 8})
+      jobs->push_back(job_of(mailbox_request(static_cast<MailboxOp>(op), ranks, ranks == 8, arch_name(facts.arch))));
   for (auto& request : measure_requests(arch_name(facts.arch))) jobs->push_back(job_of(std::move(request)));
   KdaCompileOptions kda;
   kda.requests = {1, 128};

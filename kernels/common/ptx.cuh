@@ -158,6 +158,58 @@ __device__ inline void mma_16x8x16(float (&d)[4], const u32 (&a)[4], u32 b0, u32
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// ---- Memory that peers, or CTAs of this grid, write at the same time. Relaxed: each word is whole, nothing else is
+// ordered by it; vectors may arrive word by word.
+
+__device__ inline uint4 load_relaxed_sys(const uint4* from) {
+  uint4 v;
+  asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(from)
+               : "memory");
+  return v;
+}
+__device__ inline void store_relaxed_sys(uint4* to, uint4 v) {
+  asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+               : "memory");
+}
+__device__ inline u32 load_relaxed_sys(const u32* from) {
+  u32 v;
+  asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(from) : "memory");
+  return v;
+}
+// Release, system scope: what this thread wrote or saw before is visible to who then reads the value.
+__device__ inline void store_release_sys(u32* to, u32 v) {
+  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(to), "r"(v) : "memory");
+}
+__device__ inline void fence_sys() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
+__device__ inline u32 load_relaxed_gpu(const u32* from) {
+  u32 v;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(from) : "memory");
+  return v;
+}
+// Both return the value before. The first acquires and releases at the scope of this GPU.
+__device__ inline u32 atomic_add_acq_rel_gpu(u32* to, u32 v) {
+  u32 before;
+  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(to), "r"(v) : "memory");
+  return before;
+}
+__device__ inline u32 atomic_cas_relaxed_gpu(u32* to, u32 expected, u32 v) {
+  u32 before;
+  asm volatile("atom.relaxed.gpu.global.cas.b32 %0, [%1], %2, %3;"
+               : "=r"(before)
+               : "l"(to), "r"(expected), "r"(v)
+               : "memory");
+  return before;
+}
+// Nanoseconds of a clock that all SMs share; ticks are up to a microsecond apart.
+__device__ inline u64 global_timer() {
+  u64 now;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+  return now;
+}
+__device__ inline void sleep_ns(u32 ns) { asm volatile("nanosleep.u32 %0;" ::"r"(ns)); }
+
 // ---- Vector access and conversion
 
 __device__ inline float infinity() { return __uint_as_float(0x7f800000u); }

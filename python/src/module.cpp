@@ -28,6 +28,7 @@ NB_MODULE(_twostep, m) {
   bind_gemm(m);
   bind_logits(m);
   bind_kda(m);
+  bind_mailbox(m);
   bind_drafter(m);
   bind_system(m);
 }

@@ -67,6 +67,7 @@ void bind_tensors(nb::module_& m);
 void bind_gemm(nb::module_& m);
 void bind_logits(nb::module_& m);
 void bind_kda(nb::module_& m);
+void bind_mailbox(nb::module_& m);
 void bind_drafter(nb::module_& m);
 void bind_system(nb::module_& m);
 

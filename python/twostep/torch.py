@@ -10,10 +10,12 @@ the kernel, on torch's current stream. A traced one is the operator twostep::lin
 """
 
 import sys
+import tempfile
 import warnings
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from datetime import timedelta
 
 import torch
 
@@ -21,8 +23,8 @@ from twostep import _twostep
 from twostep.error import Error, refuse
 from twostep.kda import PreparedKda
 
-__all__ = ["DraftLinear", "InstallReport", "LayerReport", "PreparedKda", "UninstallReport", "draft_logits", "install",
-           "prepare_draft_logits", "uninstall"]
+__all__ = ["DraftLinear", "GroupBootstrap", "InstallReport", "LayerReport", "LogitsGather", "PreparedKda",
+           "UninstallReport", "draft_logits", "install", "prepare_draft_logits", "uninstall"]
 
 _BF16 = torch.bfloat16
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
@@ -598,3 +600,57 @@ def _compute_logits(model, hidden):
         refuse("unsupported", "draft_logits", "hidden, or the head", f"{hidden.dtype} {list(hidden.shape)}",
                "hidden [M, K] bfloat16 and a bfloat16 lm_head, or a model with compute_logits")
     return original(hidden)
+
+
+# ---- Several ranks
+
+class GroupBootstrap:
+    """A torch.distributed group of CPU tensors (gloo) as the exchange that a Mailbox is made with."""
+
+    def __init__(self, group=None):
+        self.group = group
+        self.rank, self.size = torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
+        place = [tempfile.mkdtemp(prefix="twostep-") + "/mailbox" if self.rank == 0 else None]
+        source = 0 if group is None else torch.distributed.get_global_rank(group, 0)
+        torch.distributed.broadcast_object_list(place, src=source, group=group)
+        self.socket_path = place[0]
+
+    def all_gather_bytes(self, data, limit_s):
+        """`data`, of the same length on every rank, by rank. Raises within limit_s seconds where a rank is missing."""
+        mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        everyone = [torch.empty_like(mine) for _ in range(self.size)]
+        work = torch.distributed.all_gather(everyone, mine, group=self.group, async_op=True)
+        work.wait(timedelta(seconds=limit_s))
+        return [part.numpy().tobytes() for part in everyone]
+
+
+class LogitsGather:
+    """The all-gather of logits over the ranks of a tensor-parallel group: what vLLM's model._drafter_comm may hold.
+
+    Made by all ranks together, with a group of CPU tensors. width: columns of a rank's shard. rows: the most that a call
+    has, up to 256. Raises Error on all ranks, where one cannot.
+    """
+
+    def __init__(self, group, width, rows=64, device=None, **limits):
+        bootstrap = GroupBootstrap(group)
+        device = torch.device("cuda", torch.cuda.current_device()) if device is None else torch.device(device)
+        self.mailbox = _twostep.Mailbox(bootstrap, bootstrap.rank, bootstrap.size, device=str(device), max_cols=width,
+                                        max_rows=rows, **limits)
+
+    def gather_logits(self, logits):
+        """[M, P * C] of logits [M, C] BF16 of every rank, in fresh memory; None for what the mailbox does not serve.
+
+        None says the same on all ranks, before anything is launched: the framework's own all-gather then runs. Columns
+        of padding are the caller's to cut. An M that differs between ranks shows in mailbox.status().
+        """
+        mailbox = self.mailbox
+        if logits.dim() != 2 or logits.dtype is not _BF16 or mailbox.accepts("all_gather", *logits.shape) is not None:
+            return None
+        if logits.stride(1) != 1 or logits.stride(0) % 8 or logits.data_ptr() % 16:
+            logits = logits.contiguous()
+        out = logits.new_empty((logits.shape[0], mailbox.size * logits.shape[1]))
+        return mailbox.all_gather(logits, out)
+
+    def close(self):
+        """By all ranks together."""
+        self.mailbox.close()

@@ -37,6 +37,16 @@ int count_of(const char* name) {
   return 0;
 }
 
+double seconds_of(const char* name, double otherwise) {
+  const std::string value = text_of(name);
+  if (value.empty()) return otherwise;
+  double seconds = 0;
+  const auto [end, error] = std::from_chars(value.data(), value.data() + value.size(), seconds);
+  if (error == std::errc() && end == value.data() + value.size() && seconds >= 1e-3 && seconds <= 3600) return seconds;
+  refuse(name, value, "0.001 to 3600 seconds");
+  return otherwise;
+}
+
 std::string default_cache_dir() {
   if (auto xdg = text_of("XDG_CACHE_HOME"); !xdg.empty()) return xdg + "/twostep";
   if (auto home = text_of("HOME"); !home.empty()) return home + "/.cache/twostep";
@@ -55,8 +65,9 @@ Environment read() {
   env.cublaslt = text_of("TWOSTEP_CUBLASLT");
   env.log_level = text_of("TWOSTEP_LOG");
   env.threads = count_of("TWOSTEP_THREADS");
+  env.peer_limit_s = seconds_of("TWOSTEP_PEER_LIMIT_S", env.peer_limit_s);
   for (const char* name : {"TWOSTEP_CACHE_DIR", "TWOSTEP_CACHE", "TWOSTEP_JIT", "TWOSTEP_WARP", "TWOSTEP_DRAFTER_GPU",
-                           "TWOSTEP_NVRTC", "TWOSTEP_CUBLASLT", "TWOSTEP_LOG", "TWOSTEP_THREADS"})
+                           "TWOSTEP_NVRTC", "TWOSTEP_CUBLASLT", "TWOSTEP_LOG", "TWOSTEP_THREADS", "TWOSTEP_PEER_LIMIT_S"})
     if (const char* value = std::getenv(name)) env.set.emplace_back(name, value);
   return env;
 }

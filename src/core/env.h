@@ -17,6 +17,7 @@ struct Environment {
   std::string cublaslt;      // TWOSTEP_CUBLASLT: path of libcublasLt.so
   std::string log_level;     // TWOSTEP_LOG: debug | info | warn (default) | error | off
   int threads = 0;           // TWOSTEP_THREADS: CPU backend; 0: all cores this process may use
+  double peer_limit_s = 60;  // TWOSTEP_PEER_LIMIT_S: how long a rank waits for another, in seconds
   std::vector<std::pair<std::string, std::string>> set;  // name and value of those above that are set
 };
 

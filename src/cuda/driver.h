@@ -62,69 +62,120 @@ struct alignas(64) TensorMap {  // CUtensorMap
   std::uint64_t opaque[16] = {};
 };
 
+using CUmemHandle = unsigned long long;  // CUmemGenericAllocationHandle
+
+struct MemLocation {      // CUmemLocation
+  std::int32_t type = 1;  // a device
+  std::int32_t id = 0;
+};
+struct AllocationProperties {  // CUmemAllocationProp
+  std::int32_t type = 1;       // pinned
+  std::int32_t handle_types = 0;
+  MemLocation location;
+  void* win32 = nullptr;
+  struct {
+    unsigned char compression = 0;
+    unsigned char gpu_direct_rdma = 0;
+    unsigned short usage = 0;
+    unsigned char reserved[4] = {};
+  } flags;
+};
+inline constexpr int kHandlePosixFd = 1;
+struct AccessDescription {  // CUmemAccessDesc
+  MemLocation location;
+  std::int32_t flags = 3;  // read and write
+};
+struct IpcMemHandle {  // CUipcMemHandle
+  char reserved[64] = {};
+};
+
 enum class CaptureMode : std::int32_t { kGlobal = 0, kThreadLocal = 1, kRelaxed = 2 };
 enum class CaptureStatus : std::int32_t { kNone = 0, kActive = 1, kInvalidated = 2 };
 
 // One member per entry point; the loader takes the exported name in the second column.
-#define TWOSTEP_DRIVER_CALLS(X)                                                                                    \
-  X(cuInit, "cuInit", (unsigned flags))                                                                            \
-  X(cuDriverGetVersion, "cuDriverGetVersion", (int* version))                                                      \
-  X(cuGetErrorName, "cuGetErrorName", (CUresult, const char** text))                                               \
-  X(cuGetErrorString, "cuGetErrorString", (CUresult, const char** text))                                           \
-  X(cuDeviceGetCount, "cuDeviceGetCount", (int* count))                                                            \
-  X(cuDeviceGet, "cuDeviceGet", (CUdevice*, int ordinal))                                                          \
-  X(cuDeviceGetName, "cuDeviceGetName", (char* name, int length, CUdevice))                                        \
-  X(cuDeviceGetAttribute, "cuDeviceGetAttribute", (int* value, int attribute, CUdevice))                           \
-  X(cuDevicePrimaryCtxRetain, "cuDevicePrimaryCtxRetain", (CUcontext*, CUdevice))                                  \
-  X(cuDevicePrimaryCtxRelease, "cuDevicePrimaryCtxRelease_v2", (CUdevice))                                         \
-  X(cuCtxGetCurrent, "cuCtxGetCurrent", (CUcontext*))                                                              \
-  X(cuCtxSetCurrent, "cuCtxSetCurrent", (CUcontext))                                                               \
-  X(cuCtxSynchronize, "cuCtxSynchronize", ())                                                                      \
-  X(cuModuleLoadDataEx, "cuModuleLoadDataEx",                                                                      \
-    (CUmodule*, const void* image, unsigned num_options, int* options, void** values))                             \
-  X(cuModuleUnload, "cuModuleUnload", (CUmodule))                                                                  \
-  X(cuModuleGetFunction, "cuModuleGetFunction", (CUfunction*, CUmodule, const char* name))                         \
-  X(cuFuncGetAttribute, "cuFuncGetAttribute", (int* value, int attribute, CUfunction))                             \
-  X(cuFuncSetAttribute, "cuFuncSetAttribute", (CUfunction, int attribute, int value))                              \
-  X(cuLaunchKernelEx, "cuLaunchKernelEx", (const LaunchConfig*, CUfunction, void** arguments, void** extra))       \
-  X(cuMemAlloc, "cuMemAlloc_v2", (CUdeviceptr*, std::size_t bytes))                                                \
-  X(cuMemFree, "cuMemFree_v2", (CUdeviceptr))                                                                      \
-  X(cuMemGetInfo, "cuMemGetInfo_v2", (std::size_t * free, std::size_t * total))                                    \
-  X(cuMemAllocHost, "cuMemAllocHost_v2", (void**, std::size_t bytes))                                              \
-  X(cuMemFreeHost, "cuMemFreeHost", (void*))                                                                       \
-  X(cuMemcpyHtoDAsync, "cuMemcpyHtoDAsync_v2", (CUdeviceptr, const void*, std::size_t bytes, CUstream))            \
-  X(cuMemcpyDtoHAsync, "cuMemcpyDtoHAsync_v2", (void*, CUdeviceptr, std::size_t bytes, CUstream))                  \
-  X(cuMemcpyDtoDAsync, "cuMemcpyDtoDAsync_v2", (CUdeviceptr, CUdeviceptr, std::size_t bytes, CUstream))            \
-  X(cuMemsetD8Async, "cuMemsetD8Async", (CUdeviceptr, unsigned char, std::size_t count, CUstream))                 \
-  X(cuMemsetD2D8Async, "cuMemsetD2D8Async",                                                                        \
-    (CUdeviceptr, std::size_t pitch, unsigned char, std::size_t width, std::size_t height, CUstream))              \
-  X(cuStreamCreate, "cuStreamCreate", (CUstream*, unsigned flags))                                                 \
-  X(cuStreamDestroy, "cuStreamDestroy_v2", (CUstream))                                                             \
-  X(cuStreamSynchronize, "cuStreamSynchronize", (CUstream))                                                        \
-  X(cuStreamWaitEvent, "cuStreamWaitEvent", (CUstream, CUevent, unsigned flags))                                   \
-  X(cuStreamGetId, "cuStreamGetId", (CUstream, unsigned long long* id))                                            \
-  X(cuStreamBeginCapture, "cuStreamBeginCapture_v2", (CUstream, CaptureMode))                                      \
-  X(cuStreamEndCapture, "cuStreamEndCapture", (CUstream, CUgraph*))                                                \
-  X(cuStreamIsCapturing, "cuStreamIsCapturing", (CUstream, CaptureStatus*))                                        \
-  X(cuStreamGetCaptureInfo, "cuStreamGetCaptureInfo_v3",                                                           \
-    (CUstream, CaptureStatus*, unsigned long long* id, CUgraph*, const CUgraphNode** dependencies,                 \
-     const GraphEdgeData** edges, std::size_t* count))                                                             \
-  X(cuThreadExchangeStreamCaptureMode, "cuThreadExchangeStreamCaptureMode", (CaptureMode*))                        \
-  X(cuEventCreate, "cuEventCreate", (CUevent*, unsigned flags))                                                    \
-  X(cuEventDestroy, "cuEventDestroy_v2", (CUevent))                                                                \
-  X(cuEventRecord, "cuEventRecord", (CUevent, CUstream))                                                           \
-  X(cuEventSynchronize, "cuEventSynchronize", (CUevent))                                                           \
-  X(cuEventElapsedTime, "cuEventElapsedTime", (float* milliseconds, CUevent start, CUevent end))                   \
-  X(cuGraphInstantiate, "cuGraphInstantiateWithFlags", (CUgraphExec*, CUgraph, unsigned long long flags))          \
-  X(cuGraphLaunch, "cuGraphLaunch", (CUgraphExec, CUstream))                                                       \
-  X(cuGraphDestroy, "cuGraphDestroy", (CUgraph))                                                                   \
-  X(cuGraphExecDestroy, "cuGraphExecDestroy", (CUgraphExec))                                                       \
-  X(cuGraphGetNodes, "cuGraphGetNodes", (CUgraph, CUgraphNode*, std::size_t * count))                              \
-  X(cuGraphGetEdges, "cuGraphGetEdges_v2",                                                                         \
-    (CUgraph, CUgraphNode * from, CUgraphNode * to, GraphEdgeData*, std::size_t * count))                          \
-  X(cuTensorMapEncodeTiled, "cuTensorMapEncodeTiled",                                                              \
-    (TensorMap*, int dtype, std::uint32_t rank, void* address, const std::uint64_t* dims,                          \
-     const std::uint64_t* strides, const std::uint32_t* box, const std::uint32_t* element_strides, int interleave, \
+#define TWOSTEP_DRIVER_CALLS(X)                                                                                        \
+  X(cuInit, "cuInit", (unsigned flags))                                                                                \
+  X(cuDriverGetVersion, "cuDriverGetVersion", (int* version))                                                          \
+  X(cuGetErrorName, "cuGetErrorName", (CUresult, const char** text))                                                   \
+  X(cuGetErrorString, "cuGetErrorString", (CUresult, const char** text))                                               \
+  X(cuDeviceGetCount, "cuDeviceGetCount", (int* count))                                                                \
+  X(cuDeviceGet, "cuDeviceGet", (CUdevice*, int ordinal))                                                              \
+  X(cuDeviceGetName, "cuDeviceGetName", (char* name, int length, CUdevice))                                            \
+  X(cuDeviceGetAttribute, "cuDeviceGetAttribute", (int* value, int attribute, CUdevice))                               \
+  X(cuDevicePrimaryCtxRetain, "cuDevicePrimaryCtxRetain", (CUcontext*, CUdevice))                                      \
+  X(cuDevicePrimaryCtxRelease, "cuDevicePrimaryCtxRelease_v2", (CUdevice))                                             \
+  X(cuCtxGetCurrent, "cuCtxGetCurrent", (CUcontext*))                                                                  \
+  X(cuCtxSetCurrent, "cuCtxSetCurrent", (CUcontext))                                                                   \
+  X(cuCtxSynchronize, "cuCtxSynchronize", ())                                                                          \
+  X(cuModuleLoadDataEx, "cuModuleLoadDataEx",                                                                          \
+    (CUmodule*, const void* image, unsigned num_options, int* options, void** values))                                 \
+  X(cuModuleUnload, "cuModuleUnload", (CUmodule))                                                                      \
+  X(cuModuleGetFunction, "cuModuleGetFunction", (CUfunction*, CUmodule, const char* name))                             \
+  X(cuFuncGetAttribute, "cuFuncGetAttribute", (int* value, int attribute, CUfunction))                                 \
+  X(cuFuncSetAttribute, "cuFuncSetAttribute", (CUfunction, int attribute, int value))                                  \
+  X(cuLaunchKernelEx, "cuLaunchKernelEx", (const LaunchConfig*, CUfunction, void** arguments, void** extra))           \
+  X(cuMemAlloc, "cuMemAlloc_v2", (CUdeviceptr*, std::size_t bytes))                                                    \
+  X(cuMemFree, "cuMemFree_v2", (CUdeviceptr))                                                                          \
+  X(cuMemGetInfo, "cuMemGetInfo_v2", (std::size_t * free, std::size_t * total))                                        \
+  X(cuMemAllocHost, "cuMemAllocHost_v2", (void**, std::size_t bytes))                                                  \
+  X(cuMemFreeHost, "cuMemFreeHost", (void*))                                                                           \
+  X(cuMemcpyHtoDAsync, "cuMemcpyHtoDAsync_v2", (CUdeviceptr, const void*, std::size_t bytes, CUstream))                \
+  X(cuMemcpyDtoHAsync, "cuMemcpyDtoHAsync_v2", (void*, CUdeviceptr, std::size_t bytes, CUstream))                      \
+  X(cuMemcpyDtoDAsync, "cuMemcpyDtoDAsync_v2", (CUdeviceptr, CUdeviceptr, std::size_t bytes, CUstream))                \
+  X(cuMemsetD8Async, "cuMemsetD8Async", (CUdeviceptr, unsigned char, std::size_t count, CUstream))                     \
+  X(cuMemsetD2D8Async, "cuMemsetD2D8Async",                                                                            \
+    (CUdeviceptr, std::size_t pitch, unsigned char, std::size_t width, std::size_t height, CUstream))                  \
+  X(cuStreamCreate, "cuStreamCreate", (CUstream*, unsigned flags))                                                     \
+  X(cuStreamDestroy, "cuStreamDestroy_v2", (CUstream))                                                                 \
+  X(cuStreamSynchronize, "cuStreamSynchronize", (CUstream))                                                            \
+  X(cuStreamWaitEvent, "cuStreamWaitEvent", (CUstream, CUevent, unsigned flags))                                       \
+  X(cuStreamGetId, "cuStreamGetId", (CUstream, unsigned long long* id))                                                \
+  X(cuStreamBeginCapture, "cuStreamBeginCapture_v2", (CUstream, CaptureMode))                                          \
+  X(cuStreamEndCapture, "cuStreamEndCapture", (CUstream, CUgraph*))                                                    \
+  X(cuStreamIsCapturing, "cuStreamIsCapturing", (CUstream, CaptureStatus*))                                            \
+  X(cuStreamGetCaptureInfo, "cuStreamGetCaptureInfo_v3",                                                               \
+    (CUstream, CaptureStatus*, unsigned long long* id, CUgraph*, const CUgraphNode** dependencies,                     \
+     const GraphEdgeData** edges, std::size_t* count))                                                                 \
+  X(cuThreadExchangeStreamCaptureMode, "cuThreadExchangeStreamCaptureMode", (CaptureMode*))                            \
+  X(cuEventCreate, "cuEventCreate", (CUevent*, unsigned flags))                                                        \
+  X(cuEventDestroy, "cuEventDestroy_v2", (CUevent))                                                                    \
+  X(cuEventRecord, "cuEventRecord", (CUevent, CUstream))                                                               \
+  X(cuEventSynchronize, "cuEventSynchronize", (CUevent))                                                               \
+  X(cuEventElapsedTime, "cuEventElapsedTime", (float* milliseconds, CUevent start, CUevent end))                       \
+  X(cuGraphInstantiate, "cuGraphInstantiateWithFlags", (CUgraphExec*, CUgraph, unsigned long long flags))              \
+  X(cuGraphLaunch, "cuGraphLaunch", (CUgraphExec, CUstream))                                                           \
+  X(cuGraphDestroy, "cuGraphDestroy", (CUgraph))                                                                       \
+  X(cuGraphExecDestroy, "cuGraphExecDestroy", (CUgraphExec))                                                           \
+  X(cuGraphGetNodes, "cuGraphGetNodes", (CUgraph, CUgraphNode*, std::size_t * count))                                  \
+  X(cuGraphGetEdges, "cuGraphGetEdges_v2",                                                                             \
+    (CUgraph, CUgraphNode * from, CUgraphNode * to, GraphEdgeData*, std::size_t * count))                              \
+  X(cuDeviceGetUuid, "cuDeviceGetUuid_v2", (unsigned char* uuid, CUdevice))                                            \
+  X(cuDeviceCanAccessPeer, "cuDeviceCanAccessPeer", (int* can, CUdevice, CUdevice peer))                               \
+  X(cuDeviceGetP2PAttribute, "cuDeviceGetP2PAttribute", (int* value, int attribute, CUdevice, CUdevice peer))          \
+  X(cuCtxEnablePeerAccess, "cuCtxEnablePeerAccess", (CUcontext peer, unsigned flags))                                  \
+  X(cuOccupancy, "cuOccupancyMaxActiveBlocksPerMultiprocessor",                                                        \
+    (int* count, CUfunction, int block, std::size_t dynamic_bytes))                                                    \
+  X(cuMemsetD32Async, "cuMemsetD32Async", (CUdeviceptr, unsigned value, std::size_t count, CUstream))                  \
+  X(cuMemGetAllocationGranularity, "cuMemGetAllocationGranularity",                                                    \
+    (std::size_t * granularity, const AllocationProperties*, int option))                                              \
+  X(cuMemCreate, "cuMemCreate",                                                                                        \
+    (CUmemHandle*, std::size_t bytes, const AllocationProperties*, unsigned long long flags))                          \
+  X(cuMemRelease, "cuMemRelease", (CUmemHandle))                                                                       \
+  X(cuMemAddressReserve, "cuMemAddressReserve",                                                                        \
+    (CUdeviceptr*, std::size_t bytes, std::size_t alignment, CUdeviceptr wanted, unsigned long long flags))            \
+  X(cuMemAddressFree, "cuMemAddressFree", (CUdeviceptr, std::size_t bytes))                                            \
+  X(cuMemMap, "cuMemMap", (CUdeviceptr, std::size_t bytes, std::size_t offset, CUmemHandle, unsigned long long flags)) \
+  X(cuMemUnmap, "cuMemUnmap", (CUdeviceptr, std::size_t bytes))                                                        \
+  X(cuMemSetAccess, "cuMemSetAccess", (CUdeviceptr, std::size_t bytes, const AccessDescription*, std::size_t count))   \
+  X(cuMemExportToShareableHandle, "cuMemExportToShareableHandle",                                                      \
+    (void* handle, CUmemHandle, int type, unsigned long long flags))                                                   \
+  X(cuMemImportFromShareableHandle, "cuMemImportFromShareableHandle", (CUmemHandle*, void* handle, int type))          \
+  X(cuIpcGetMemHandle, "cuIpcGetMemHandle", (IpcMemHandle*, CUdeviceptr))                                              \
+  X(cuIpcOpenMemHandle, "cuIpcOpenMemHandle_v2", (CUdeviceptr*, IpcMemHandle, unsigned flags))                         \
+  X(cuIpcCloseMemHandle, "cuIpcCloseMemHandle", (CUdeviceptr))                                                         \
+  X(cuTensorMapEncodeTiled, "cuTensorMapEncodeTiled",                                                                  \
+    (TensorMap*, int dtype, std::uint32_t rank, void* address, const std::uint64_t* dims,                              \
+     const std::uint64_t* strides, const std::uint32_t* box, const std::uint32_t* element_strides, int interleave,     \
      int swizzle, int l2_promotion, int oob_fill))
 
 struct Driver {

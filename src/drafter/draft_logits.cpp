@@ -1,4 +1,7 @@
-// DraftLogits: the product of DraftGemm over the rows without padding, then the last stage in place.
+// DraftLogits. One rank: the product of DraftGemm over the rows without padding, then the last stage in place. Several:
+// each its shard into its own columns, the gather around them, then the last stage.
+#include <fmt/format.h>
+
 #include "core/check.h"
 #include "drafter/logits.h"
 
@@ -48,13 +51,30 @@ void LogitsStage::run(const TensorView& logits, const TensorView& out, Stream st
 }
 
 DraftLogits::DraftLogits(const TensorView& head, LogitsOptions options)
-    : rows_(head.shape[0]), gemm_(rows_of(head, options.vocab), options.gemm) {
+    : rows_(head.shape[0]),
+      vocab_(options.vocab),
+      gemm_(options.mailbox ? head : rows_of(head, options.vocab), options.gemm),
+      mailbox_(options.mailbox) {
+  const std::int64_t rows = rows_ * (mailbox_ ? mailbox_->size() : 1);
+  if (vocab_ == 0) vocab_ = rows;
   const CapAndScale what{options.soft_cap, options.scale};
   check_cap_and_scale(what);
-  if (!what.changes_nothing()) stage_.emplace(head.device, what.soft_cap, what.scale);
+  if (mailbox_) {
+    if (vocab_ < 0 || vocab_ > rows)
+      fail(StatusCode::kInvalidArgument, "logits.DraftLogits", "vocab", std::to_string(vocab_),
+           fmt::format("0 to {}, the {} rows of the head on each of {} ranks", rows, rows_, mailbox_->size()));
+    const std::int64_t most = mailbox_->config().max_rows;
+    throw_if_error(mailbox_->accepts(MailboxOp::kAllGather, most, rows_, DType::kBF16));
+    in_out_ = vocab_ == rows && what.changes_nothing();
+#if TWOSTEP_CUDA
+    gathered_ = make_cuda_logits_memory(head.device, static_cast<std::size_t>(2 * most * rows));
+#endif
+  }
+  if (mailbox_ || !what.changes_nothing()) stage_.emplace(head.device, what.soft_cap, what.scale);
 }
 
 void DraftLogits::run(const TensorView& hidden, const TensorView& out, Stream stream) {
+  if (mailbox_) return gather(nullptr, hidden, out, stream);
   gemm_.run(hidden, out, stream);
   if (stage_) stage_->run(out, out, stream);
 }
@@ -63,8 +83,27 @@ void DraftLogits::run(const TensorView& head, const TensorView& hidden, const Te
   if (head.rank == 2 && head.shape[0] != rows_)
     fail(StatusCode::kWeightChanged, "logits.run", "head.shape[0]", std::to_string(head.shape[0]),
          std::to_string(rows_), "build a new plan for this head");
+  if (mailbox_) return gather(&head, hidden, out, stream);
   gemm_.run(rows_of(head, vocab()), hidden, out, stream);
   if (stage_) stage_->run(out, out, stream);
+}
+
+// Where they are gathered is each rank's own affair: what goes over the links is the same.
+void DraftLogits::gather(const TensorView* head, const TensorView& hidden, const TensorView& out, Stream stream) {
+  const std::int64_t m = hidden.shape[0], width = rows_ * mailbox_->size();
+  throw_if_error(mailbox_->accepts(MailboxOp::kAllGather, m, rows_, DType::kBF16));
+  if (out.rank != 2 || out.shape[0] != m || out.shape[1] != vocab_ || out.dtype != DType::kBF16)
+    fail(StatusCode::kInvalidArgument, "logits.run", "out", to_string(out), fmt::format("BF16[{}, {}]", m, vocab_));
+  const bool in_out = in_out_ && reinterpret_cast<std::uintptr_t>(out.data) % 16 == 0 &&
+                      (m <= 1 || (out.stride[0] % 8 == 0 && out.stride[0] >= width));
+  const TensorView all = in_out ? out : TensorView::matrix(gathered_.get(), m, width, out.device);
+  TensorView own = all;
+  own.data = static_cast<std::uint16_t*>(all.data) + mailbox_->rank() * rows_;
+  own.shape[1] = rows_;
+  if (head) gemm_.run(*head, hidden, own, stream);
+  else gemm_.run(hidden, own, stream);
+  mailbox_->all_gather(own, all, stream);
+  if (!in_out) stage_->run(all, out, stream);
 }
 
 }  // namespace twostep

@@ -35,5 +35,6 @@ class LogitsPlan {
 };
 std::unique_ptr<LogitsPlan> make_cpu_logits(const CapAndScale& what);                  // logits.cpp
 std::unique_ptr<LogitsPlan> make_cuda_logits(Device device, const CapAndScale& what);  // logits_plan.cpp
+std::shared_ptr<void> make_cuda_logits_memory(Device device, std::size_t bytes);       // logits_plan.cpp
 
 }  // namespace twostep

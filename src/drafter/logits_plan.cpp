@@ -7,6 +7,7 @@
 
 #include "core/check.h"
 #include "cuda/launch.h"
+#include "cuda/memory.h"
 #include "drafter/logits.h"
 #include "jit/kernel_cache.h"
 
@@ -68,6 +69,12 @@ extern "C" __global__ void __launch_bounds__(twostep::draft::kThreads)
 )",
                       kThreads, kPiece, cap),
           name, "logits-1"};
+}
+
+std::shared_ptr<void> make_cuda_logits_memory(Device device, std::size_t bytes) {
+  const ContextGuard context(device.index);
+  const auto buffer = std::make_shared<DeviceBuffer>(bytes);
+  return {buffer, buffer->data()};
 }
 
 std::unique_ptr<LogitsPlan> make_cuda_logits(Device device, const CapAndScale& what) {

@@ -4,15 +4,18 @@
 #include <ucontext.h>
 
 #include <cstring>
+#include <list>
+#include <memory>
+#include <random>
 #include <stdexcept>
-#include <vector>
 
 namespace twostep::emulate {
 namespace {
 
 constexpr std::size_t kStack = 128 << 10;
 constexpr unsigned kWarp = 32;
-constexpr std::size_t kSlot = 64;  // bytes that a lane can publish
+constexpr std::size_t kSlot = 64;               // bytes that a lane can publish
+constexpr std::uint64_t kPatience = 4'000'000;  // turns without an end of a CTA
 
 enum class State { kRuns, kAtCta, kAtWarp, kDone };
 
@@ -21,25 +24,54 @@ struct Fiber {
   jmp_buf here;
   bool started = false;
   State state = State::kRuns;
-  std::vector<std::byte> stack = std::vector<std::byte>(kStack);
+  std::unique_ptr<std::byte[]> stack;
   alignas(16) std::byte slot[kSlot];
 };
 
-std::vector<Fiber> fibers;
+std::vector<std::unique_ptr<Fiber>> idle;  // with their stacks, to be used again
+
+struct Cta {
+  Cta(Dim of_grid, Dim of_block, unsigned threads, const std::function<void()>* kernel)
+      : grid(of_grid), block(of_block), body(kernel) {
+    std::memset(memory, 0xff, sizeof memory);
+    for (unsigned i = 0; i < threads; ++i) {
+      if (idle.empty()) {
+        idle.push_back(std::make_unique<Fiber>());
+        idle.back()->stack.reset(new std::byte[kStack]);  // its pages are taken when they are used
+      }
+      fibers.push_back(std::move(idle.back()));
+      idle.pop_back();
+    }
+  }
+  ~Cta() {
+    for (auto& fiber : fibers) idle.push_back(std::move(fiber));
+  }
+  Cta(const Cta&) = delete;
+
+  const Dim grid, block;
+  const std::function<void()>* const body;
+  std::vector<std::unique_ptr<Fiber>> fibers;
+  alignas(16) std::byte memory[kCtaMemory];
+  bool done = false;
+};
+
 ucontext_t first_scheduler;
 jmp_buf scheduler;
-unsigned current = 0, count = 0;
-const std::function<void()>* body = nullptr;
+Cta* running = nullptr;
+unsigned current = 0;
+std::mt19937_64 order;
+std::uint64_t turns = 0;
 
 void enter() {
-  (*body)();
-  fibers[current].state = State::kDone;
+  (*running->body)();
+  running->fibers[current]->state = State::kDone;
   _longjmp(scheduler, 1);
 }
 
 void wait(State state) {
-  fibers[current].state = state;
-  if (_setjmp(fibers[current].here) == 0) _longjmp(scheduler, 1);
+  Fiber& fiber = *running->fibers[current];
+  fiber.state = state;
+  if (_setjmp(fiber.here) == 0) _longjmp(scheduler, 1);
 }
 
 void resume(Fiber& fiber) {
@@ -50,68 +82,124 @@ void resume(Fiber& fiber) {
 }
 
 // Lets those go on that wait for each other and are all there.
-bool release(unsigned first, unsigned last, State waiting) {
+bool release(Cta& cta, std::size_t first, std::size_t last, State waiting) {
   bool any = false;
-  for (unsigned i = first; i < last; ++i) {
-    if (fibers[i].state != waiting && fibers[i].state != State::kDone) return false;
-    any |= fibers[i].state == waiting;
+  for (std::size_t i = first; i < last; ++i) {
+    const State state = cta.fibers[i]->state;
+    if (state != waiting && state != State::kDone) return false;
+    any |= state == waiting;
   }
-  for (unsigned i = first; i < last; ++i)
-    if (fibers[i].state == waiting) fibers[i].state = State::kRuns;
+  for (std::size_t i = first; i < last; ++i)
+    if (cta.fibers[i]->state == waiting) cta.fibers[i]->state = State::kRuns;
   return any;
 }
 
-// A barrier that is missing shows where a thread reads what one behind it has yet to write: `descending` finds the
-// other half.
-void run_cta(bool descending) {
-  for (unsigned i = 0; i < count; ++i) {
-    Fiber& fiber = fibers[i];
-    getcontext(&fiber.first);
-    fiber.first.uc_stack.ss_sp = fiber.stack.data();
-    fiber.first.uc_stack.ss_size = kStack;
-    fiber.first.uc_link = nullptr;
-    makecontext(&fiber.first, enter, 0);
-    fiber.started = false;
-    fiber.state = State::kRuns;
-  }
-  for (;;) {
-    bool progress = false, all_done = true;
-    for (unsigned i = 0; i < count; ++i) {
-      current = descending ? count - 1 - i : i;
-      if (fibers[current].state == State::kRuns) {
-        thread = {current, 0, 0};
-        resume(fibers[current]);
-        progress = true;
-      }
-      all_done &= fibers[current].state == State::kDone;
-    }
-    if (all_done) return;
-    for (unsigned warp = 0; warp < count; warp += kWarp) progress |= release(warp, warp + kWarp, State::kAtWarp);
-    progress |= release(0, count, State::kAtCta);
-    if (!progress) throw std::logic_error("threads of a CTA wait at a barrier that not all of them reach");
+void start(Cta& cta) {
+  for (auto& fiber : cta.fibers) {
+    getcontext(&fiber->first);
+    fiber->first.uc_stack.ss_sp = fiber->stack.get();
+    fiber->first.uc_stack.ss_size = kStack;
+    fiber->first.uc_link = nullptr;
+    makecontext(&fiber->first, enter, 0);
+    fiber->started = false;
+    fiber->state = State::kRuns;
   }
 }
+
+// A turn of a CTA: every thread that can goes on until it waits, gives way or ends. A barrier that is missing shows
+// where a thread reads what one behind it has yet to write: `descending` finds the other half.
+void turn(Cta& cta, bool descending) {
+  running = &cta;
+  grid = cta.grid;
+  block = cta.block;
+  bool progress = false, all_done = true;
+  const std::size_t count = cta.fibers.size();
+  for (std::size_t i = 0; i < count; ++i) {
+    current = static_cast<unsigned>(descending ? count - 1 - i : i);
+    Fiber& fiber = *cta.fibers[current];
+    if (fiber.state == State::kRuns) {
+      thread = {current, 0, 0};
+      resume(fiber);
+      progress = true;
+    }
+    all_done &= fiber.state == State::kDone;
+  }
+  cta.done = all_done;
+  if (all_done) return;
+  for (std::size_t warp = 0; warp < count; warp += kWarp)
+    progress |= release(cta, warp, std::min(warp + kWarp, count), State::kAtWarp);
+  progress |= release(cta, 0, count, State::kAtCta);
+  if (!progress) throw std::logic_error("threads of a CTA wait at a barrier that not all of them reach");
+}
+
+template <class Visit>
+void for_each_block(Dim of, Visit visit) {
+  for (unsigned z = 0; z < of.z; ++z)
+    for (unsigned y = 0; y < of.y; ++y)
+      for (unsigned x = 0; x < of.x; ++x) visit(Dim{x, y, z});
+}
+
+// A stream's launch under way.
+struct Stream {
+  const std::vector<Launch>& launches;
+  std::size_t next = 0;
+  std::list<Cta> ctas;
+
+  bool begin() {  // false: all done
+    if (next == launches.size()) return false;
+    const Launch& launch = launches[next++];
+    for_each_block(launch.grid,
+                   [&](Dim at) { start(ctas.emplace_back(launch.grid, at, launch.threads, &launch.kernel)); });
+    return true;
+  }
+};
 
 }  // namespace
 
 void run(Dim of_grid, unsigned threads, const std::function<void()>& kernel) {
-  if (fibers.size() < threads) fibers = std::vector<Fiber>(threads);
-  body = &kernel;
-  count = threads;
-  grid = of_grid;
   static bool descending = false;
-  for (block.z = 0; block.z < grid.z; ++block.z)
-    for (block.y = 0; block.y < grid.y; ++block.y)
-      for (block.x = 0; block.x < grid.x; ++block.x) run_cta(descending = !descending);
+  for_each_block(of_grid, [&](Dim at) {
+    Cta cta(of_grid, at, threads, &kernel);
+    start(cta);
+    descending = !descending;
+    while (!cta.done) turn(cta, descending);
+  });
 }
+
+void run_streams(const std::vector<std::vector<Launch>>& of, std::uint64_t seed) {
+  order.seed(seed);
+  std::list<Stream> streams;
+  for (const auto& launches : of) {
+    streams.emplace_back(Stream{launches, 0, {}});
+    if (!streams.back().begin()) streams.pop_back();
+  }
+  for (std::uint64_t since = turns; !streams.empty();) {
+    auto stream = std::next(streams.begin(), static_cast<std::ptrdiff_t>(drawn(streams.size())));
+    const std::uint64_t burst = std::uint64_t{1} << drawn(8);
+    for (std::uint64_t i = 0; i < burst && stream != streams.end(); ++i) {
+      auto cta = std::next(stream->ctas.begin(), static_cast<std::ptrdiff_t>(drawn(stream->ctas.size())));
+      turn(*cta, drawn(2) != 0);
+      if (++turns - since > kPatience) throw std::logic_error("no CTA has come to an end for long");
+      if (!cta->done) continue;
+      since = turns;
+      stream->ctas.erase(cta);
+      if (stream->ctas.empty() && !stream->begin()) stream = streams.erase(stream), i = burst;
+    }
+  }
+}
+
+void give_way() { wait(State::kRuns); }
+std::uint64_t drawn(std::uint64_t below) { return order() % below; }
+std::uint64_t clock_ns() { return 1000 * (turns + 1); }
+void* cta_memory() { return running->memory; }
 
 void cta_barrier() { wait(State::kAtCta); }
 void warp_barrier() { wait(State::kAtWarp); }
 
 void publish(const void* value, std::size_t bytes) {
   if (bytes > kSlot) throw std::logic_error("a lane publishes too much");
-  std::memcpy(fibers[current].slot, value, bytes);
+  std::memcpy(running->fibers[current]->slot, value, bytes);
 }
-const void* published(unsigned lane) { return fibers[current / kWarp * kWarp + lane].slot; }
+const void* published(unsigned lane) { return running->fibers[current / kWarp * kWarp + lane]->slot; }
 
 }  // namespace twostep::emulate

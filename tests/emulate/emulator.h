@@ -1,11 +1,11 @@
-// Runs device text on the host, one CTA after the other: every thread of a CTA is a fiber, and barriers, shuffles and
-// matrix instructions switch between them. For values and for who waits for whom; not for time, nor for what two warps
-// do at once.
+// Runs device text on the host: every thread is a fiber, and barriers, shuffles and matrix instructions switch between
+// them. For values and for who waits for whom; not for time, nor for what two warps do at once.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <vector>
 
 namespace twostep::emulate {
 
@@ -16,9 +16,24 @@ struct Dim {
 // Of the fiber that runs.
 inline Dim thread, block, grid;
 
-// Calls `kernel` as every thread of every CTA. Throws std::logic_error where threads wait for each other in vain: a
-// barrier that not all of them reach.
+// Calls `kernel` as every thread of every CTA, one CTA after the other. Throws std::logic_error where threads wait for
+// each other in vain: a barrier that not all of them reach.
 void run(Dim grid, unsigned threads, const std::function<void()>& kernel);
+
+struct Launch {
+  Dim grid;
+  unsigned threads = 1;
+  std::function<void()> kernel;
+};
+// Runs streams at the same time, of each the launches one after the other. The CTAs of all launches under way take
+// turns in an order that `seed` draws, some of them far ahead of others; a thread gives way in give_way(). Throws
+// std::logic_error as run() does, and where nobody has come to an end for long.
+void run_streams(const std::vector<std::vector<Launch>>& streams, std::uint64_t seed);
+void give_way();
+std::uint64_t drawn(std::uint64_t below);  // a number of the order's
+std::uint64_t clock_ns();                  // grows with the turns taken
+void* cta_memory();                        // of the CTA that runs: kCtaMemory bytes, 0xff at first
+inline constexpr std::size_t kCtaMemory = 4096;
 
 void cta_barrier();
 void warp_barrier();

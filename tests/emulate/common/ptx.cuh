@@ -1,4 +1,4 @@
-// What device text of kernels/draft uses of kernels/common/ptx.cuh and of the compiler, for the emulator.
+// What device text of kernels/draft and kernels/gather uses of kernels/common/ptx.cuh and of the compiler, for the emulator.
 #pragma once
 
 #include <math.h>
@@ -51,6 +51,51 @@ inline float infinity() { return __uint_as_float(0x7f800000u); }
 inline u16 to_bf16(float v) { return float_to_bf16(v); }
 inline float round_bf16(float v) { return bf16_to_float(float_to_bf16(v)); }
 inline u32 pack_bf16(float low, float high) { return u32{to_bf16(low)} | u32{to_bf16(high)} << 16; }
+
+// Memory that others write: vectors come and go word by word, and anybody may run in between.
+inline void meanwhile() {
+  if (emulate::drawn(4) == 0) emulate::give_way();
+  if (emulate::drawn(256) == 0)  // a stall, in which others may get far ahead
+    for (int i = 0; i < 100; ++i) emulate::give_way();
+}
+inline u32 load_relaxed_sys(const u32* from) {
+  meanwhile();
+  return *from;
+}
+inline uint4 load_relaxed_sys(const uint4* from) {
+  emulate::give_way();
+  uint4 v;
+  v.x = from->x;
+  v.y = from->y;
+  meanwhile();
+  v.z = from->z;
+  v.w = from->w;
+  return v;
+}
+inline void store_relaxed_sys(uint4* to, uint4 v) {
+  meanwhile();
+  to->w = v.w;
+  meanwhile();
+  to->x = v.x;
+  to->y = v.y;
+  to->z = v.z;
+}
+inline void store_release_sys(u32* to, u32 v) { *to = v; }
+inline void fence_sys() {}
+inline u32 load_relaxed_gpu(const u32* from) { return *from; }
+inline u32 atomic_add_acq_rel_gpu(u32* to, u32 v) {
+  meanwhile();
+  const u32 before = *to;
+  *to += v;
+  return before;
+}
+inline u32 atomic_cas_relaxed_gpu(u32* to, u32 expected, u32 v) {
+  const u32 before = *to;
+  if (before == expected) *to = v;
+  return before;
+}
+inline u64 global_timer() { return emulate::clock_ns(); }
+inline void sleep_ns(u32) { emulate::give_way(); }
 
 // Fragments as the PTX manual lays them out: lane 4 * g + t holds elements 2t, 2t + 1 of row g of each 8 x 8 matrix.
 inline void load_matrices(u32 (&r)[4], std::uintptr_t address) {

@@ -1,0 +1,56 @@
+// What a mailbox accepts, and what it says otherwise. Pure: values that are the same on all ranks alone decide.
+// MailboxPlan is what runs a call that was checked.
+#pragma once
+
+#include <memory>
+#include <optional>
+
+#include "mailbox/set_up.h"
+
+namespace twostep {
+
+// The config as create takes it; peer_limit_s is filled in.
+Status check_mailbox_ranks(const MailboxConfig& config);
+Status check_mailbox_config(MailboxConfig* config);
+Status mailbox_accepts(const MailboxConfig& config, MailboxOp op, std::int64_t rows, std::int64_t cols, DType dtype);
+
+struct GatherStep {
+  const void* in = nullptr;
+  void* out = nullptr;
+  std::int64_t in_stride = 0;
+  std::int64_t out_stride = 0;
+  std::uint32_t rows = 0;
+  std::uint32_t cols = 0;  // of one rank; words of all_gather_words
+};
+Status check_all_gather(const MailboxConfig& config, Device device, const TensorView& in, const TensorView& out,
+                        GatherStep* step);
+Status check_all_gather_words(const MailboxConfig& config, Device device, const TensorView& in, const TensorView& out,
+                              GatherStep* step);
+Status check_add_norm(const MailboxConfig& config, Device device, const TensorView& in,
+                      const std::optional<TensorView>& residual, const TensorView& residual_out,
+                      const std::optional<TensorView>& gamma, float eps, const std::optional<TensorView>& norm_out,
+                      AddNormStep* step);
+
+// CTAs of a call, from its sizes and the most that are resident.
+std::uint32_t mailbox_grid(MailboxOp op, std::int64_t rows, std::int64_t vectors, int most);
+
+const char* mailbox_op_name(MailboxOp op);  // "all_gather"
+// kOk without a report.
+Status status_of(const MailboxReport& report, double peer_limit_s);
+
+// The GPU side of a mailbox: its kernels, its memory and that of the peers.
+class MailboxPlan : public PeerMemory {
+ public:
+  virtual void all_gather(const GatherStep& step, Stream stream) = 0;
+  virtual void all_gather_words(const GatherStep& step, Stream stream) = 0;
+  virtual void all_reduce_add_norm(const AddNormStep& step, Stream stream) = 0;
+  virtual bool is_capturing(Stream stream) const = 0;
+  virtual const MailboxReport& report() const = 0;
+  virtual void abort() = 0;
+  virtual int most_ctas() const = 0;  // that are resident together
+};
+
+// Loads the kernels. Throws kUnavailable, kUnsupported (architecture), kCompileFailed, kDeviceError.
+std::unique_ptr<MailboxPlan> make_cuda_mailbox(Device device, const MailboxConfig& config);  // plan.cpp
+
+}  // namespace twostep

@@ -1,0 +1,76 @@
+// How a group of ranks becomes a mailbox, and stops being one (spec: mailbox 7). Each step is made by all ranks or by
+// none: before the next one they vote, and what one rank finds wrong all throw. Pure: the memory stands behind
+// PeerMemory.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <functional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "mailbox/protocol.h"
+
+namespace twostep {
+
+inline constexpr std::uint32_t kMailboxVersion = 1;
+
+// What every rank tells of itself first. Plain bytes; text ends with 0.
+struct RankRecord {
+  std::uint32_t version = kMailboxVersion;
+  std::int32_t rank = 0, size = 0;
+  std::uint32_t transports = 0;  // bit 1 << PeerTransport: possible here, as far as one rank can tell
+  std::int64_t max_rows = 0, max_cols = 0, max_hidden = 0, max_words = 0;
+  PeerTransport transport = PeerTransport::kAuto;
+  bool strict_fence = false;
+  std::array<char, 2> pad{};
+  std::uint32_t pad2 = 0;
+  double peer_limit_s = 0;
+  std::array<std::uint64_t, 2> host{};     // of the running system
+  std::array<std::uint64_t, 2> process{};  // of this process, drawn when it first asked
+  std::array<std::uint8_t, 16> device{};   // UUID of the GPU
+};
+
+// A handle to the memory of a rank.
+struct MemoryHandle {
+  std::array<std::byte, 64> bytes{};  // an address, or a cudaIpcMemHandle
+  int fd = -1;                        // of vmm_fd
+};
+
+// The GPU's part of the set-up, in the order of the calls.
+class PeerMemory {
+ public:
+  virtual ~PeerMemory() = default;
+  virtual std::uint32_t transports() const = 0;  // bits, without what only the group can tell
+  virtual std::array<std::uint8_t, 16> device_uuid() const = 0;
+  // Throws kUnavailable unless this GPU can reach the memory of that one.
+  virtual void require_access(const std::array<std::uint8_t, 16>& peer_device) = 0;
+  virtual void allocate(PeerTransport transport, std::int64_t bytes) = 0;  // the region, all 0xff, when it returns
+  virtual MemoryHandle handle() = 0;
+  // By rank; that of this rank is not used. The descriptors stay the caller's.
+  virtual void map(std::span<MemoryHandle> handles) = 0;
+  virtual void self_test() = 0;  // one call of each operation on data that is known
+  virtual void synchronize() = 0;
+  virtual void unmap() noexcept = 0;    // the memory of others
+  virtual void release() noexcept = 0;  // the own
+};
+
+// Runs `step` and then asks all ranks. Throws on every rank what the first one that failed threw, its rank named.
+void all_or_none(Bootstrap& bootstrap, const MailboxConfig& config, const std::function<void()>& step);
+
+// What is wrong with a group, the same on every rank; then what it will use.
+Status check_records(std::span<const RankRecord> records);
+PeerTransport choose_transport(std::span<const RankRecord> records);  // kAuto: none is possible for all
+
+// Steps 1 to 7. config.transport becomes what was chosen.
+void set_up_mailbox(Bootstrap& bootstrap, MailboxConfig* config, PeerMemory& memory);
+// Waits for the device, then for the peers, up to the limit. Frees all; a peer that does not come leaves the own memory
+// in place, as it may still be written. Returns kOk or kPeerLost.
+Status tear_down_mailbox(Bootstrap& bootstrap, const MailboxConfig& config, PeerMemory& memory);
+
+// Sends the own descriptor to every peer and returns theirs by rank (-1 at the own place), over sockets at
+// `path`.<rank>. Each is the caller's to close. Throws kUnavailable (a socket), kPeerLost (limit).
+std::vector<int> exchange_descriptors(const std::string& path, int rank, int size, int fd, double limit_s);
+
+}  // namespace twostep
