@@ -9,7 +9,7 @@ PYTHON = $(shell scripts/python.sh)
 PYTHON_FLAGS = $(if $(PYTHON),-DTWOSTEP_PYTHON=ON -DPython_EXECUTABLE=$(PYTHON),-DTWOSTEP_PYTHON=OFF)
 SOURCES = $(shell find include src kernels cli tests bench examples python -name '*.h' -o -name '*.cpp' -o -name '*.cuh')
 
-.PHONY: build setup configure test demo device python-device bench-cpu format format-check clean
+.PHONY: build setup configure test vllm-setup test-vllm demo device python-device bench-cpu format format-check clean
 
 build: configure
 	cmake --build --preset $(PRESET) --parallel $(JOBS)
@@ -22,6 +22,14 @@ configure: setup
 
 test: build
 	TWOSTEP_NVRTC=$(NVRTC) ctest --preset $(PRESET)
+
+# Opt-in, for the package is large: the tested vLLM, without a GPU. 4 GB to download, 8 GB in .venv-vllm.
+vllm-setup:
+	@scripts/setup_vllm.sh
+
+test-vllm: configure vllm-setup
+	cmake --build --preset $(PRESET) --parallel $(JOBS) --target _twostep _twostep_package
+	PYTHONPATH=$(CURDIR)/$(BUILD)/python .venv-vllm/bin/python -m pytest -q -rA --show-capture=no -p no:cacheprovider tests/vllm
 
 demo: configure
 	cmake --build --preset $(PRESET) --parallel $(JOBS) --target twostep_cli --target example_kda_layer

@@ -13,8 +13,8 @@ BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 PATH = re.compile(r"(?:[\w.-]+/)+[\w.-]*")
 MAKE = re.compile(r"\bmake ([a-z][a-z-]*)")
 # The first part of a path that git keeps; build folders and demo/ come and go.
-FOLDERS = {".ci", "bench", "cli", "cmake", "docs", "examples", "include", "kernels", "python", "scripts", "src", "tactics",
-           "tests"}
+FOLDERS = {".ci", "bench", "cli", "cmake", "docs", "examples", "include", "integrations", "kernels", "python", "scripts", "src",
+           "tactics", "tests"}
 
 
 def anchors_of(path):
@@ -57,7 +57,7 @@ def main():
     makefile = (ROOT / "Makefile").read_text()
     targets = set(re.findall(r"^([a-z][a-z-]*):", makefile, re.MULTILINE))
     examples = [path.read_text() for path in (ROOT / "examples").rglob("*") if path.suffix in (".cpp", ".py")]
-    documents = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+    documents = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "integrations").rglob("*.md")])
     findings = [finding for document in documents for finding in findings_of(document, targets, examples)]
     print("\n".join(findings + [f"link check: {len(documents)} documents, {len(findings)} findings"]))
     return 1 if findings or not documents else 0

@@ -25,7 +25,7 @@ from twostep.error import Error, refuse
 from twostep.kda import PreparedKda
 
 __all__ = ["DraftLinear", "GroupBootstrap", "InstallReport", "LayerReport", "LogitsGather", "PreparedKda",
-           "UninstallReport", "draft_logits", "install", "uninstall"]
+           "UninstallReport", "draft_logits", "install", "prepare_draft_logits", "uninstall"]
 
 _BF16 = torch.bfloat16
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
@@ -257,7 +257,8 @@ def _of_original(original, options):
 
 def _framework(name):
     """A class of vLLM, if vLLM is in use."""
-    for module in ("vllm.model_executor.layers.linear", "vllm.model_executor.layers.vocab_parallel_embedding"):
+    for module in ("vllm.model_executor.layers.linear", "vllm.model_executor.layers.vocab_parallel_embedding",
+                   "vllm.models.kimi_k3.nvidia.low_latency_gemm"):
         found = getattr(sys.modules.get(module), name, None)
         if found is not None:
             return found
@@ -457,21 +458,26 @@ def uninstall(module):
 
 # ---- draft_logits
 
-_heads = weakref.WeakKeyDictionary()  # head: ((vocab, cap, scale), DraftLogits or LogitsStage)
+_heads = weakref.WeakKeyDictionary()  # head: {(what, ...): DraftLogits or LogitsStage}
 
 
-def draft_logits(model, hidden):
-    """Logits [M, V] of hidden [M, K]: model.compute_logits(hidden), with a BF16 head on twostep (one rank).
+def draft_logits(model, hidden, gather=None):
+    """Logits [M, V] of hidden [M, K]: model.compute_logits(hidden), with a BF16 head on twostep.
 
     V is the vocabulary without padding. Read are model.lm_head, and of model.logits_processor, if there is one:
     org_vocab_size, soft_cap, scale, logits_as_input, head_dtype. A plain BF16 head runs on DraftLogits; any other that
     gives BF16 logits runs its own method, then cap and scale; whatever else goes to model.compute_logits, with its
-    result type: hidden not [M, K] BF16, logits as input, another head dtype, an FP32 head, a head of several ranks, a
-    gradient, a trace. The current head is used on every call. The result is the caller's.
+    result type: hidden not [M, K] BF16, logits as input, another head dtype, an FP32 head, a gradient, a trace, a head of
+    several ranks without gather. The current head is used on every call. The result is the caller's.
+
+    gather: for a head of several ranks (head.tp_size), whose shards are equally wide. gather(shard [M, N]) -> [M, tp_size N],
+    fresh, in the order of the ranks. It is called on every rank or on none, whatever fails on one of them. Raises Error:
+    invalid_argument where the shards are together narrower than V.
     """
     processor = getattr(model, "logits_processor", None)
     head = getattr(model, "lm_head", None)
     weight = getattr(head, "weight", None)
+    ranks = getattr(head, "tp_size", 1)
     if (
         hidden.dim() != 2
         or hidden.dtype is not _BF16
@@ -479,7 +485,7 @@ def draft_logits(model, hidden):
         or getattr(processor, "logits_as_input", False)
         or getattr(processor, "head_dtype", None) not in (None, _BF16)
         or weight.dtype is torch.float32
-        or getattr(head, "tp_size", 1) != 1
+        or (ranks != 1 and (gather is None or getattr(head, "num_added_embeddings", 0)))  # added ones: padding in each shard
         or ((hidden.requires_grad or weight.requires_grad) and _is_grad_enabled())
         or _is_compiling()
         or type(hidden) not in _PLAIN_TENSORS
@@ -488,29 +494,76 @@ def draft_logits(model, hidden):
         return _compute_logits(model, hidden)
     cap, scale = getattr(processor, "soft_cap", None), getattr(processor, "scale", 1.0)
     vocab = getattr(processor, "org_vocab_size", None)
+    if ranks != 1 and ranks * weight.shape[0] < (vocab or 0):
+        refuse("invalid_argument", "draft_logits", "lm_head.weight", f"{ranks} shards of {weight.shape[0]} rows",
+               f"at least the {vocab} of the vocabulary", "pad the head, or keep the model's compute_logits")
+    logits = None
     if _is_plain_head(head, weight):
-        what = (vocab or weight.shape[0], cap, scale)
-        out = hidden.new_empty((hidden.shape[0], what[0]))
-        hidden = _rows_apart(hidden)
-        for last in (False, True):
-            try:
-                _of_head(head, ("logits", *what), lambda: _draft_logits_plan(weight, *what)).run(hidden, out, head=weight)
-                return out
-            except Error as error:
-                if error.code == "weight_changed" and not last:
-                    del _heads[head]
-                elif error.code in DraftLinear._left_to_the_original and getattr(model, "compute_logits", None):
-                    return _compute_logits(model, hidden)
-                else:
+        try:
+            logits = _plain_logits(head, weight, hidden, *_shard_of(ranks, weight, vocab, cap, scale))
+            if ranks == 1:
+                return logits
+        except Error as error:
+            if error.code not in DraftLinear._left_to_the_original:
+                raise
+            if ranks == 1:
+                if getattr(model, "compute_logits", None) is None:
                     raise
-    method = getattr(head, "quant_method", None)
-    logits = head(hidden) if method is None else method.apply(head, hidden, bias=getattr(head, "bias", None))
+                return _compute_logits(model, hidden)
+    if logits is None:  # with several ranks also after a failure of this one: the others gather
+        method = getattr(head, "quant_method", None)
+        logits = head(hidden) if method is None else method.apply(head, hidden, bias=getattr(head, "bias", None))
     if not isinstance(logits, torch.Tensor) or logits.dtype is not _BF16:
         return _compute_logits(model, hidden)
+    if ranks != 1:
+        logits = gather(logits)
+        if cap is None and scale == 1.0:
+            return logits[:, :vocab]
     out = hidden.new_empty((hidden.shape[0], vocab or logits.shape[1]))
     stage = _of_head(head, ("stage", cap, scale, str(logits.device)),
                      lambda: _twostep.LogitsStage(str(logits.device), soft_cap=cap, scale=scale))
     return stage.run(_rows_apart(logits), out)
+
+
+def prepare_draft_logits(model, rows):
+    """Prepares what draft_logits(model, hidden) runs for these row counts of hidden; gathers nothing.
+
+    Returns {m: kind}; "original" where the head runs on its own method. Raises Error.
+    """
+    processor, head = getattr(model, "logits_processor", None), model.lm_head
+    cap, scale = getattr(processor, "soft_cap", None), getattr(processor, "scale", 1.0)
+    weight, vocab, ranks = head.weight, getattr(processor, "org_vocab_size", None), getattr(head, "tp_size", 1)
+    if not _is_plain_head(head, weight):
+        return dict.fromkeys(rows, "original")
+    plan = _logits_plan(head, weight, *_shard_of(ranks, weight, vocab, cap, scale))
+    if ranks != 1 and (cap is not None or scale != 1.0):
+        _of_head(head, ("stage", cap, scale, str(weight.device)),
+                 lambda: _twostep.LogitsStage(str(weight.device), soft_cap=cap, scale=scale))
+    for m in rows:
+        plan.prepare(m)
+    return {m: plan.kind(m) for m in rows}
+
+
+def _shard_of(ranks, weight, vocab, cap, scale):
+    """Columns, cap and scale of this rank's product: with several ranks all columns, to be cut and capped when gathered."""
+    return (vocab or weight.shape[0], cap, scale) if ranks == 1 else (weight.shape[0], None, 1.0)
+
+
+def _logits_plan(head, weight, vocab, cap, scale):
+    return _of_head(head, ("logits", vocab, cap, scale),
+                    lambda: _twostep.DraftLogits(weight, vocab, soft_cap=cap, scale=scale))
+
+
+def _plain_logits(head, weight, hidden, *what):
+    out = hidden.new_empty((hidden.shape[0], what[0]))
+    hidden = _rows_apart(hidden)
+    try:
+        return _logits_plan(head, weight, *what).run(hidden, out, head=weight)
+    except Error as error:
+        if error.code != "weight_changed":
+            raise
+    del _heads[head]
+    return _logits_plan(head, weight, *what).run(hidden, out, head=weight)
 
 
 def _rows_apart(matrix):
@@ -521,15 +574,16 @@ def _rows_apart(matrix):
     return matrix
 
 
-def _draft_logits_plan(weight, vocab, cap, scale):
-    return _twostep.DraftLogits(weight, vocab, soft_cap=cap, scale=scale)
-
-
 def _of_head(head, key, make):
-    kept = _heads.get(head)
-    if kept is None or kept[0] != key:
-        kept = _heads[head] = (key, make())
-    return kept[1]
+    kept = _heads.setdefault(head, {})
+    if key not in kept:
+        kept[key] = make()
+    return kept[key]
+
+
+def _plain_methods():
+    """Of a head. The last is vLLM's choice of another kernel for the same product."""
+    return tuple(map(_framework, ("UnquantizedEmbeddingMethod", "UnquantizedLinearMethod", "KimiK3LowLatencyEmbeddingMethod")))
 
 
 def _is_plain_head(head, weight):
@@ -537,8 +591,7 @@ def _is_plain_head(head, weight):
         return False
     method = getattr(head, "quant_method", None)
     if method is not None:
-        plain = (_framework("UnquantizedEmbeddingMethod"), _framework("UnquantizedLinearMethod"))
-        return type(method) in plain or isinstance(method, DraftLinear)
+        return type(method) in _plain_methods() or isinstance(method, DraftLinear)
     return type(head) in (torch.nn.Linear, torch.nn.Embedding, RoutedLinear) and "forward" not in head.__dict__
 
 

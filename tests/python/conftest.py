@@ -1,7 +1,12 @@
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 import twostep
+
+sys.path.append(str(Path(__file__).parents[2] / "integrations" / "vllm"))
 
 
 @pytest.fixture

@@ -600,6 +600,48 @@ def test_what_goes_to_compute_logits(refuses):
         routed.draft_logits(types.SimpleNamespace(lm_head=linear(64, 48)), integers(2, 64).float())
 
 
+def test_a_sharded_head_is_gathered_on_every_call(refuses, monkeypatch):
+    shards = [linear(64, 48) for _ in range(3)]
+    for head in shards:
+        head.weight.copy_(integers(48, 64))
+        head.tp_size = 3
+    hidden, calls = integers(5, 64), []
+    whole = torch.cat([exact(hidden, head.weight) for head in shards], 1)
+
+    def gather(shard):  # what rank 0 gives, and the two others
+        assert same(shard, whole[: len(shard), :48])
+        calls.append(len(shard))
+        return torch.cat([shard, whole[: len(shard), 48:]], 1)
+
+    model = Drafter(shards[0], 130)
+    assert routed.prepare_draft_logits(model, (1, 5)) == {1: KIND, 5: KIND} and not calls
+    out = routed.draft_logits(model, hidden, gather)
+    assert same(out.contiguous(), whole[:, :130]) and out.stride(1) == 1
+    model.logits_processor.soft_cap, model.logits_processor.scale = 30.0, 0.5
+    wanted = 15.0 * torch.tanh(whole[:, :130].double() / 30.0)
+    capped = routed.draft_logits(model, hidden, gather)
+    assert ((capped.double() - wanted).abs() <= wanted.abs() * (2**-8 + 2**-19)).all()
+    assert routed.draft_logits(model, hidden[:0], gather).shape == (0, 130) and calls == [5, 5, 0]
+
+    # A plan that fails here alone: this rank gathers too, what the head's own method gives.
+    def failed(*_):
+        raise twostep.Error("failed", "bad_layout")
+
+    model.logits_processor.soft_cap, model.logits_processor.scale = None, 1.0
+    with monkeypatch.context() as patch:
+        patch.setattr(routed, "_plain_logits", failed)
+        assert same(routed.draft_logits(model, hidden, gather).contiguous(), whole[:, :130])
+    assert model.originals == 0 and calls == [5, 5, 0, 5]
+
+    model.logits_processor.org_vocab_size = 145
+    with refuses("invalid_argument") as refusal:
+        routed.draft_logits(model, hidden, gather)
+    assert "3 shards of 48 rows" in refusal.error.value and "145" in refusal.error.accepted
+    shards[0].num_added_embeddings = 2
+    routed.draft_logits(model, hidden, gather)
+    assert model.originals == 1
+
+
 def test_other_heads_run_their_own_method(framework):
     hidden = integers(2, 64)
     biased = linear(64, 48, bias=True)
