@@ -116,24 +116,4 @@ void read_weight(const StepLinear& linear, const Checkpoint& checkpoint, std::sp
   }
 }
 
-void require_finite(const StepLinear& linear, std::span<const std::uint16_t> weight) {
-  constexpr std::uint16_t kExponent = 0x7f80;
-  const auto count = static_cast<std::int64_t>(weight.size());
-  const std::uint16_t* const data = weight.data();
-  std::int64_t first = count;
-#pragma omp parallel for reduction(min : first)
-  for (std::int64_t i = 0; i < count; ++i)
-    if ((data[i] & kExponent) == kExponent) first = std::min(first, i);
-  if (first == count) return;
-  std::int64_t row = first / linear.k;
-  for (const auto& part : linear.parts) {
-    if (row < part.rows)
-      fail(StatusCode::kDataError, "drafter.weight", part.tensor,
-           fmt::format("{} in row {}, column {}", (data[first] & 0x7f) != 0 ? "NaN" : "infinity", part.first_row + row,
-                       part.first_column + first % linear.k),
-           "finite weights", "the checkpoint is damaged, or its training diverged");
-    row -= part.rows;
-  }
-}
-
 }  // namespace twostep
