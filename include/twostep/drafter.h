@@ -27,7 +27,10 @@ inline constexpr int kMaxDraftTokens = 16;
 
 class Checkpoint;  // private
 
-// A drafter's tensors: files that are mapped and read when a drafter is prepared, or memory of the caller.
+// A drafter's tensors: files that are mapped and read when a drafter is prepared, or memory of the caller. A file must
+// not be written or cut from load until prepare returns: prepare refuses one that was (kDataError), and one that
+// shrinks while it is read ends the process (SIGBUS), as with every mapped file. A new file under its name does no
+// harm.
 class DrafterWeights {
  public:
   struct Options {
@@ -145,8 +148,8 @@ class DsparkDrafter {
  public:
   // Loads this rank's shards to `device`, makes every kernel and buffer. Slow; the only call that allocates. `progress`
   // gets bytes done and in all. The device is that of the cache. Throws kInvalidArgument (limits, target facts,
-  // shard, cache), kUnsupported, kBadLayout, kWrongDevice, kDataError (a tensor that is missing), kUnavailable,
-  // kOutOfMemory, kCompileFailed, kDeviceError.
+  // shard, cache), kUnsupported, kBadLayout, kOverlap (layers of the cache), kWrongDevice, kDataError (a tensor is
+  // missing, a file was written since load), kUnavailable, kOutOfMemory, kCompileFailed, kDeviceError.
   static DsparkDrafter prepare(const DrafterWeights& weights, const DrafterLimits& limits, const DrafterTarget& target,
                                const DrafterMemory& memory, Device device = Device::cpu(), DrafterShard shard = {},
                                const std::function<void(std::uint64_t, std::uint64_t)>& progress = {});

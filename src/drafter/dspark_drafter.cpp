@@ -79,7 +79,8 @@ struct DsparkDrafter::Impl {
     if (memory.embed_tokens) check_lent("memory.embed_tokens", *memory.embed_tokens, m.vocab, config, device);
     if (memory.lm_head) check_lent("memory.lm_head", *memory.lm_head, m.shard_vocab, config, device);
     if (memory.lm_head) std::erase_if(linears, [](const StepLinear& linear) { return linear.name == "lm_head"; });
-    // What is missing is told before gigabytes are read.
+    // What is missing or has changed is told before gigabytes are read.
+    files.checkpoint().require_unchanged();
     for (const auto& linear : linears)
       for (const auto& part : linear.parts) (void)files.checkpoint().tensor(part.tensor);
     if (!memory.embed_tokens) (void)files.checkpoint().tensor("embed_tokens.weight");
@@ -87,6 +88,7 @@ struct DsparkDrafter::Impl {
     phases = given ? std::move(given) : device.is_cuda() ? make_cuda_phases(device) : make_cpu_phases();
     bytes_in_all = bytes_to_load(!memory.embed_tokens);
     load(memory);
+    files.checkpoint().require_unchanged();  // what was read is of one file
     make_buffers();
     phases->prepare(m, weights, buffers, cache, contract.limits.request_counts.back());
     prepare_linears();

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 #include <unistd.h>
 
+#include <chrono>
 #include <cmath>
 #include <cstring>
 #include <filesystem>
@@ -213,7 +214,37 @@ TEST(DsparkDrafter, files_and_memory_and_lent_tensors_give_the_same_bits) {
   EXPECT_EQ(borrowed.logits(), wanted.logits());
 }
 
-// 9.2 and 3.3: shards of the linears, kv_b, W1, W2, norms.
+TEST(DsparkDrafter, a_file_that_changed_since_load_is_refused_and_one_that_was_replaced_is_not) {
+  const fs::path folder = tiny_folder().string() + "-changed";
+  fs::remove_all(folder);
+  fs::copy(tiny_folder(), folder);
+  const fs::path file = folder / "model.safetensors";
+  const auto refused = [](const DrafterWeights& weights) {
+    try {
+      Step step(weights);
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), StatusCode::kDataError) << error.what();
+      return error.status().value;
+    }
+    return std::string("accepted");
+  };
+  const DrafterWeights renamed = DrafterWeights::load(folder);
+  fs::copy(file, folder / "new");
+  fs::rename(folder / "new", file);
+  EXPECT_EQ(refused(renamed), "accepted");
+
+  const DrafterWeights cut = DrafterWeights::load(folder);
+  fs::resize_file(file, 4096);
+  EXPECT_EQ(refused(cut), "4096 bytes now");
+
+  fs::copy(tiny_folder() / "model.safetensors", file, fs::copy_options::overwrite_existing);
+  const DrafterWeights written = DrafterWeights::load(folder);
+  fs::last_write_time(file, fs::last_write_time(file) + std::chrono::seconds(1));
+  EXPECT_EQ(refused(written), "written since it was opened");
+  fs::remove_all(folder);
+}
+
+// 9.2 and 3.3: shards of the linears, kv_b, W2, the embedding; W1 and norms.
 TEST(DsparkDrafter, a_rank_holds_its_shards_and_little_else) {
   const DrafterWeights weights = DrafterWeights::load(tiny_folder());
   const auto bytes_of = [&](int ranks) { return Step(weights, {}, {}, {ranks, ranks - 1}).drafter->weight_bytes(); };
