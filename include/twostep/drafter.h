@@ -34,7 +34,7 @@ class Checkpoint;  // private
 class DrafterWeights {
  public:
   struct Options {
-    std::string overrides = "{}";  // a JSON object of config fields, which win over config.json
+    std::string overrides = "{}";  // a JSON object of config fields, which win over config.json; allow_nope
     bool embedding_lent = false;   // the target lends embed_tokens: it need not be there
     bool check_finite = false;     // refuse NaN and infinity, by tensor
   };
