@@ -98,7 +98,7 @@ struct DrafterMemory {
   // One per layer: [pages, page rows, kv_lora_rank + qk_rope_head_dim] BF16, rows [latent | rope] dense, pages any
   // stride. All of one shape. Page 0 is never written nor read: page tables point to it where they hold nothing.
   std::vector<TensorView> cache;
-  std::optional<TensorView> embed_tokens;  // [V, H] BF16, lent by the target; else the checkpoint's is copied
+  std::optional<TensorView> embed_tokens;  // [V, H] BF16, lent by the target; else the checkpoint's: this rank's rows
   std::optional<TensorView> lm_head;       // [V / ranks, H] BF16: this rank's rows; else the checkpoint's
 };
 

@@ -99,7 +99,7 @@ struct DsparkDrafter::Impl {
   std::uint64_t bytes_to_load(bool embedding) const {
     const StepModel& m = contract.model;
     std::int64_t bytes = (m.layers * m.heads * (m.nope + m.v) * m.kv_lora + (m.vocab + m.shard_vocab) * m.markov_rank +
-                          (embedding ? m.vocab * m.hidden : 0)) *
+                          (embedding ? m.shard_vocab * m.hidden : 0)) *
                          2;
     for (const auto& linear : linears) bytes += linear.weight_bytes();
     return static_cast<std::uint64_t>(bytes);
@@ -184,12 +184,15 @@ struct DsparkDrafter::Impl {
     weights.calibration = load_floats(contract.limits.calibration);
     weights.inverse_frequency = load_floats(make_rope(config).inverse_frequency);
 
-    weights.embed_stride = m.hidden;
     if (memory.embed_tokens) {
       weights.embed = static_cast<const std::uint16_t*>(memory.embed_tokens->data);
-      if (m.vocab > 1) weights.embed_stride = memory.embed_tokens->stride[0];
+      weights.embed_stride = memory.embed_tokens->stride[0];  // of 8 rows or more
+      weights.embed_rows = m.vocab;
     } else {
-      weights.embed = load_rows("embed_tokens.weight", 0, m.vocab, m.hidden);
+      weights.embed = load_rows("embed_tokens.weight", m.first_token, m.shard_vocab, m.hidden);
+      weights.embed_stride = m.hidden;
+      weights.embed_first = m.first_token;
+      weights.embed_rows = m.shard_vocab;
     }
     TensorView head = memory.lm_head.value_or(TensorView{});
     if (!memory.lm_head) head = TensorView::matrix(load_matrix(linears.back()), m.shard_vocab, m.hidden, device);

@@ -248,9 +248,9 @@ TEST(DsparkDrafter, a_file_that_changed_since_load_is_refused_and_one_that_was_r
 TEST(DsparkDrafter, a_rank_holds_its_shards_and_little_else) {
   const DrafterWeights weights = DrafterWeights::load(tiny_folder());
   const auto bytes_of = [&](int ranks) { return Step(weights, {}, {}, {ranks, ranks - 1}).drafter->weight_bytes(); };
-  const std::int64_t replicated = 2 * (208 * 256 * 2 + 160 * 256 + 512 * 32 + 512 * 256);  // qkv_a, kv, W1, embedding
+  const std::int64_t replicated = 2 * (208 * 256 * 2 + 160 * 256 + 512 * 32);  // qkv_a, kv, W1
   const std::int64_t split =
-      2 * (2 * (192 * 128 + 256 * 64 + 256 * 128 + 3 * 512 * 256) + 256 * 512 + 512 * 32 + 512 * 256);
+      2 * (2 * (192 * 128 + 256 * 64 + 256 * 128 + 3 * 512 * 256) + 256 * 512 + 512 * 32 + 2 * 512 * 256);
   for (const int ranks : {1, 2, 4}) {
     EXPECT_GE(bytes_of(ranks), replicated + split / ranks);
     EXPECT_LE(bytes_of(ranks), 1.02 * static_cast<double>(replicated + split / ranks)) << ranks;
@@ -258,6 +258,22 @@ TEST(DsparkDrafter, a_rank_holds_its_shards_and_little_else) {
 }
 
 TEST(DsparkDrafter, weights_that_are_not_finite_are_refused_on_demand) {
+TEST(DsparkDrafter, a_rank_embeds_its_own_tokens_and_zero_for_those_of_others) {
+  const DrafterWeights weights = DrafterWeights::load(tiny_folder());
+  const StoredTensor& stored = weights.checkpoint().tensor("embed_tokens.weight");
+  std::vector<std::uint16_t> table(512 * 256);
+  for (const int rank : {0, 1}) {  // the anchor is the first one's, the mask token the second's
+    std::memcpy(table.data(), stored.data, stored.bytes);
+    std::fill_n(table.begin() + (1 - rank) * 256 * 256, 256 * 256, std::uint16_t{0});
+    DrafterMemory lent;
+    lent.embed_tokens = TensorView::matrix(table.data(), 512, 256);
+    Step wanted(weights, {}, lent, {2, rank}), own(weights, {}, {}, {2, rank});
+    wanted.run();
+    own.run();
+    EXPECT_EQ(own.logits(), wanted.logits()) << rank;
+  }
+}
+
   const DrafterWeights files = DrafterWeights::load(tiny_folder());
   const StoredTensor& stored = files.checkpoint().tensor("final_norm.weight");
   std::vector<std::uint16_t> values(256);
