@@ -96,7 +96,8 @@ struct DrafterTarget {
 // Memory of the caller on the drafter's device. It must outlive the drafter.
 struct DrafterMemory {
   // One per layer: [pages, page rows, kv_lora_rank + qk_rope_head_dim] BF16, rows [latent | rope] dense, pages any
-  // stride. All of one shape. Page 0 is never written nor read: page tables point to it where they hold nothing.
+  // stride. All of one shape, no two with a byte in common. Page 0 is never written nor read: page tables point to it
+  // where they hold nothing.
   std::vector<TensorView> cache;
   std::optional<TensorView> embed_tokens;  // [V, H] BF16, lent by the target; else the checkpoint's: this rank's rows
   std::optional<TensorView> lm_head;       // [V / ranks, H] BF16: this rank's rows; else the checkpoint's
@@ -116,6 +117,7 @@ struct DraftBatch {
   TensorView step;         // I32 [R]: counter that must not repeat for a seed; `verify` adds 1
 };
 
+// What is written, and batch.step, must not meet anything that `verify` reads.
 struct VerifyBatch {
   TensorView draft_ids;  // I32 [R, k]: -1, or an id that is none, ends a block
   TensorView logits;     // F32 or BF16 [R, k + 1, V]: the target's, after all sampling parameters

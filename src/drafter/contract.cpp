@@ -4,7 +4,9 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
+#include <cstdlib>
 
 #include "core/check.h"
 #include "core/log.h"
@@ -69,6 +71,54 @@ void check_range(std::vector<Status>& problems, const char* argument, std::int64
 }
 
 }  // namespace
+// Bytes from the first element of a view to behind its last.
+struct Span {
+  std::uintptr_t begin = 0;
+  std::uintptr_t end = 0;
+};
+Span span_of(const TensorView& view) {
+  std::int64_t last = 0;
+  for (int i = 0; i < view.rank; ++i) {
+    const auto at = static_cast<std::size_t>(i);
+    if (view.shape[at] == 0) return {};
+    if (view.shape[at] > 1) last += (view.shape[at] - 1) * view.stride[at];
+  }
+  const auto begin = reinterpret_cast<std::uintptr_t>(view.data);
+  return {begin, begin + static_cast<std::uintptr_t>(last + 1) * dtype_size(view.dtype)};
+}
+
+struct Named {
+  const char* name;
+  const TensorView* view;
+};
+
+// Each output against the inputs and the outputs before it.
+Status check_apart(const char* place, std::span<const Named> outputs, std::span<const Named> inputs) {
+  for (std::size_t i = 0; i < outputs.size(); ++i) {
+    const Span out = span_of(*outputs[i].view);
+    const auto meets = [&](const Named& other) {
+      const Span span = span_of(*other.view);
+      return out.begin < span.end && span.begin < out.end;
+    };
+    for (const auto others : {inputs, outputs.first(i)})
+      for (const Named& other : others)
+        if (meets(other))
+          return refusal(StatusCode::kOverlap, place, outputs[i].name, to_string(*outputs[i].view),
+                         std::string("memory that does not meet ") + other.name, "give each output its own memory");
+  }
+  return {};
+}
+
+// Whether the pages of two layers meet. Layers may lie between each other's pages, as in one [pages, layers, rows,
+// width].
+bool pages_meet(const TensorView& a, const TensorView& b, const CacheShape& shape, std::int64_t width) {
+  const auto from = reinterpret_cast<std::intptr_t>(a.data), to = reinterpret_cast<std::intptr_t>(b.data);
+  const std::int64_t page = 2 * shape.page_rows * width, stride = 2 * shape.page_stride;
+  const std::int64_t distance = std::abs(to - from), pages = distance / stride, rest = distance % stride;
+  return (pages < shape.pages && rest < page) || (pages + 1 < shape.pages && stride - rest < page);
+}
+
+// `otherwise`: what else is accepted, before the range.
 
 StepModel step_model(const DrafterConfig& c, const DrafterLimits& limits, DrafterShard shard) {
   StepModel m;
@@ -212,6 +262,10 @@ void check_lent(const char* name, const TensorView& table, std::int64_t rows, co
 Status check_batch(const StepContract& contract, const DraftBatch& batch, const char* place, StepBatch* step) {
   const Device device = contract.device;
   const std::int64_t requests = batch.request.rank == 1 ? batch.request.shape[0] : -1;
+    for (std::size_t other = 0; other < layer; ++other)
+      if (pages_meet(view, cache[other], shape, width))
+        fail(StatusCode::kOverlap, kPrepare, name, to_string(view),
+             fmt::format("memory that does not meet memory.cache[{}]", other), "give each layer its own pages");
   const std::int64_t rows = batch.positions.rank == 1 ? batch.positions.shape[0] : -1;
   const auto vector = [&](const char* name, const TensorView& view, DType dtype, std::int64_t size) {
     return check_view(place, name, view, dtype, {size}, device);
@@ -268,7 +322,8 @@ Status check_taps(const StepContract& contract, std::span<const TensorView> taps
   return {};
 }
 
-Status check_verify(const StepContract& contract, const VerifyBatch& verify, std::int64_t requests, VerifyStep* step) {
+Status check_verify(const StepContract& contract, const DraftBatch& batch, const VerifyBatch& verify,
+                    const DraftOutput& own, std::int64_t requests, VerifyStep* step) {
   constexpr const char* kPlace = "drafter.verify";
   const StepModel& model = contract.model;
   const Device device = contract.device;
@@ -302,10 +357,17 @@ Status check_verify(const StepContract& contract, const VerifyBatch& verify, std
   if (step->emitted_stride < k + 1) return meets("emitted", verify.emitted);
   if (step->logits_row_stride < model.vocab || step->logits_request_stride < model.vocab)
     return meets("logits", verify.logits);
-  if (requests > 0 && step->draft_ids < step->emitted + (requests - 1) * step->emitted_stride + k + 1 &&
-      step->emitted < step->draft_ids + (requests - 1) * step->draft_ids_stride + k)
-    return refusal(StatusCode::kOverlap, kPlace, "emitted", to_string(verify.emitted),
-                   "memory that does not meet draft_ids", "give emitted its own memory");
+  const std::array<Named, 3> outputs = {
+      {{"emitted", &verify.emitted}, {"accepted", &verify.accepted}, {"batch.step", &batch.step}}};
+  const std::array<Named, 8> inputs = {{{"draft_ids", &verify.draft_ids},
+                                        {"logits", &verify.logits},
+                                        {"batch.request", &batch.request},
+                                        {"batch.temperature", &batch.temperature},
+                                        {"batch.seed", &batch.seed},
+                                        {"output().first_position", &own.first_position},
+                                        {"output().draft_logits", &own.draft_logits},
+                                        {"output().status", &own.status}}};
+  if (auto s = check_apart(kPlace, outputs, inputs); !s.ok()) return s;
   step->one_hot = verify.one_hot;
   step->method = verify.method;
   return {};

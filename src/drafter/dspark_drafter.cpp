@@ -454,7 +454,7 @@ void DsparkDrafter::verify(const DraftBatch& batch, const VerifyBatch& verify, S
   StepBatch step;
   throw_if_error(check_batch(impl_->contract, batch, "drafter.verify", &step));
   VerifyStep what;
-  throw_if_error(check_verify(impl_->contract, verify, step.requests, &what));
+  throw_if_error(check_verify(impl_->contract, batch, verify, impl_->output, step.requests, &what));
   impl_->verify(step, what, stream);
 }
 

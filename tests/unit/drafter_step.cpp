@@ -257,7 +257,6 @@ TEST(DsparkDrafter, a_rank_holds_its_shards_and_little_else) {
   }
 }
 
-TEST(DsparkDrafter, weights_that_are_not_finite_are_refused_on_demand) {
 TEST(DsparkDrafter, a_rank_embeds_its_own_tokens_and_zero_for_those_of_others) {
   const DrafterWeights weights = DrafterWeights::load(tiny_folder());
   const StoredTensor& stored = weights.checkpoint().tensor("embed_tokens.weight");
@@ -274,6 +273,7 @@ TEST(DsparkDrafter, a_rank_embeds_its_own_tokens_and_zero_for_those_of_others) {
   }
 }
 
+TEST(DsparkDrafter, weights_that_are_not_finite_are_refused_on_demand) {
   const DrafterWeights files = DrafterWeights::load(tiny_folder());
   const StoredTensor& stored = files.checkpoint().tensor("final_norm.weight");
   std::vector<std::uint16_t> values(256);
@@ -310,6 +310,60 @@ TEST(DsparkDrafter, one_error_names_every_broken_limit) {
     for (const char* part : {"request_counts = 0", "request_counts = 513", "max_len", "draft_logits"})
       EXPECT_NE(std::string(error.what()).find(part), std::string::npos) << part << ": " << error.what();
   }
+}
+
+TEST(DsparkDrafter, layers_of_the_cache_may_lie_between_each_other_but_not_meet) {
+  const DrafterWeights weights = DrafterWeights::load(tiny_folder());
+  constexpr std::int64_t kPages = 3, kRows = 16, kWidth = 80, kPage = kRows * kWidth;
+  std::vector<std::uint16_t> pool(static_cast<std::size_t>(2 * kPages * kPage));
+  const auto refused = [&](std::int64_t second, std::int64_t stride) {
+    DrafterMemory memory;
+    for (const std::int64_t first : {std::int64_t{0}, second}) {
+      memory.cache.push_back(TensorView::dense(pool.data() + first, DType::kBF16, {kPages, kRows, kWidth}));
+      memory.cache.back().stride[0] = stride;
+    }
+    DrafterLimits limits;
+    limits.num_draft_tokens = 3;
+    return code_of([&] {
+      (void)DsparkDrafter::prepare(weights, limits, {{1, 3}, "prefix", {}, {}}, memory, Device::cpu());
+    });
+  };
+  EXPECT_EQ(refused(kPages * kPage, kPage), StatusCode::kOk);  // one after the other
+  EXPECT_EQ(refused(kPage, 2 * kPage), StatusCode::kOk);       // [pages, layers, rows, width]
+  EXPECT_EQ(refused(0, kPage), StatusCode::kOverlap);
+  EXPECT_EQ(refused(kPage, kPage), StatusCode::kOverlap);
+  EXPECT_EQ(refused(kPages * kPage - 8, kPage), StatusCode::kOverlap);
+  EXPECT_EQ(refused(kPage - 8, 2 * kPage), StatusCode::kOverlap);
+  EXPECT_EQ(refused(kPage + 8, 2 * kPage), StatusCode::kOverlap);
+}
+
+TEST(DsparkDrafter, what_verify_writes_meets_nothing_that_it_reads) {
+  DrafterLimits limits;
+  limits.mode = DraftMode::kProbabilistic;
+  Step step(DrafterWeights::load(tiny_folder()), limits);
+  step.run();
+  std::vector<float> logits(4 * 512, 0.5f);
+  std::array<std::int32_t, 8> room{};
+  const auto refused = [&](std::int32_t* emitted, std::int32_t* accepted) {
+    VerifyBatch verify;
+    verify.draft_ids = TensorView::dense(room.data(), DType::kI32, {1, 3});
+    verify.logits = TensorView::dense(logits.data(), DType::kF32, {1, 4, 512});
+    verify.emitted = TensorView::dense(emitted, DType::kI32, {1, 4});
+    verify.accepted = TensorView::dense(accepted, DType::kI32, {1});
+    return code_of([&] { step.drafter->verify(step.batch, verify); });
+  };
+  const auto in = [](auto* data) { return reinterpret_cast<std::int32_t*>(data); };
+  EXPECT_EQ(refused(room.data() + 3, room.data() + 7), StatusCode::kOk);
+  EXPECT_EQ(refused(room.data() + 2, room.data() + 7), StatusCode::kOverlap);
+  EXPECT_EQ(refused(room.data() + 3, room.data() + 6), StatusCode::kOverlap);
+  EXPECT_EQ(refused(room.data() + 3, &step.step), StatusCode::kOverlap);
+  EXPECT_EQ(refused(room.data() + 3, &step.request), StatusCode::kOverlap);
+  EXPECT_EQ(refused(room.data() + 3, in(&step.seed)), StatusCode::kOverlap);
+  EXPECT_EQ(refused(room.data() + 3, in(&step.temperature)), StatusCode::kOverlap);
+  EXPECT_EQ(refused(in(logits.data() + 2040), room.data() + 7), StatusCode::kOverlap);
+  for (const TensorView DraftOutput::*own :
+       {&DraftOutput::status, &DraftOutput::first_position, &DraftOutput::draft_logits})
+    EXPECT_EQ(refused(room.data() + 3, in((step.drafter->output().*own).data)), StatusCode::kOverlap);
 }
 
 TEST(DsparkDrafter, a_cache_on_another_device_is_refused) {
