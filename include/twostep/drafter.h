@@ -106,11 +106,11 @@ struct DrafterMemory {
 // What one step reads, all of it on the drafter's device, so that a graph can be replayed with new values. R is the
 // number of requests in the step, padding included; T the rows that the target processed, of all requests.
 struct DraftBatch {
-  TensorView request;      // I32 [R]: number of the request, -1: padding
-  TensorView row_start;    // I32 [R + 1], ascending: request r has rows row_start[r] .. row_start[r + 1] - 1
-  TensorView rejected;     // I32 [R]: how many of these rows, at the end, were rejected drafts
-  TensorView anchor;       // I32 [R]: the token just sampled; in an unfinished prefill the next token of the prompt
-  TensorView positions;    // I64 [T]: position of each row in its sequence
+  TensorView request;    // I32 [R]: number of the request, -1: padding, as is one that the call has no rows of
+  TensorView row_start;  // I32 [R + 1], ascending: request r has rows row_start[r] .. row_start[r + 1] - 1, one or more
+  TensorView rejected;   // I32 [R]: how many of these rows, at the end, were rejected drafts
+  TensorView anchor;     // I32 [R]: the token just sampled; in an unfinished prefill the next token of the prompt
+  TensorView positions;  // I64 [T]: position of each row in its sequence
   TensorView page_table;   // I32 [R, any]: page of each `page rows` positions
   TensorView temperature;  // F32 [R]: below 1e-5 greedy
   TensorView seed;         // I64 [R]
@@ -131,7 +131,8 @@ struct VerifyBatch {
 enum DraftStatus : std::int32_t {
   kBadPage = 1,    // a page id outside 1..pages - 1, or a page table too short: these rows were not read or written
   kNonFinite = 2,  // a row of logits without a finite value: id 0 was taken
-  kBadInput = 4,   // row_start, rejected, positions or anchor out of range: the request was treated as padding
+  kBadInput = 4,  // row_start, rejected, positions or anchor out of range, or no row that was not rejected: the request
+                  // was treated as padding
 };
 
 // What a step leaves, in memory of the drafter at fixed addresses. Rows of the batch's R requests are valid.
@@ -143,7 +144,8 @@ struct DraftOutput {
   TensorView confidence;      // F32 [R, k]: chance that draft i is accepted if all before it are; rank 0: no head
   TensorView survival;        // F32 [R, k]: products of confidence
   TensorView first_position;  // I64 [R]: of the anchor, p + 1
-  TensorView status;          // I32 [R]: DraftStatus bits of all calls since the last ingest, that one included
+  TensorView status;          // I32 [R]: DraftStatus bits of all calls since the last ingest, that one included. Each
+                              // ingest begins anew, since place r may then be another request's: read them before
 };
 
 class DsparkDrafter {
@@ -160,9 +162,9 @@ class DsparkDrafter {
   ~DsparkDrafter();
 
   // The three calls of a step. They allocate, lock, synchronise and compile nothing, may be captured, and leave their
-  // results in stream order. One drafter runs on one stream at a time. Each throws before any launch:
-  // kInvalidArgument (shape), kUnsupported (dtype), kBadLayout, kWrongDevice, kNotPrepared (an R that limits do not
-  // name).
+  // results in stream order. (On the CPU, the first step of a thread makes that thread's scratch and OpenMP team.) One
+  // drafter runs on one stream at a time. Each throws before any launch: kInvalidArgument (shape), kUnsupported
+  // (dtype), kBadLayout, kOverlap, kWrongDevice, kNotPrepared (an R that limits do not name).
 
   // taps: one [T, target_hidden_size] BF16 per tap, any row stride; adjacent windows of one buffer are read in place.
   // Writes the cache rows of the first T_q - rejected rows of each request. T from 0 to max_ingest_rows.

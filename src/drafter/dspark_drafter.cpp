@@ -122,7 +122,8 @@ struct DsparkDrafter::Impl {
       read_weight(linear, files.checkpoint(), {to, count});
     }
     weight_bytes += 2 * static_cast<std::int64_t>(count);
-    if (report) report(static_cast<std::uint64_t>(weight_bytes), bytes_in_all);
+    bytes_done += 2 * count;
+    if (report) report(bytes_done, bytes_in_all);
     return to;
   }
   std::uint16_t* load_rows(const std::string& tensor, std::int64_t first, std::int64_t rows, std::int64_t width) {
@@ -300,11 +301,12 @@ struct DsparkDrafter::Impl {
     const StepModel& m = contract.model;
     const bool aligned =  // as DraftGemm's kernels want a row
         !device.is_cuda() || (reinterpret_cast<std::uintptr_t>(taps[0].data) % 16 == 0 && taps[0].stride % 8 == 0);
-    const bool in_place = aligned && !weights.fc_norm && taps_are_one_buffer(taps, m.target_hidden);
+    const bool in_place = aligned && !weights.fc_norm && taps_are_one_buffer(taps, batch.rows, m.target_hidden);
     if (!in_place) phases->gather_taps(batch, taps.data(), stream);
     done(Stage::kTaps, stream);
     const std::uint16_t* x = in_place ? taps[0].data : buffers.taps;
-    const std::int64_t x_stride = in_place ? taps[0].stride : m.taps * m.target_hidden;
+    const std::int64_t packed = m.taps * m.target_hidden;
+    const std::int64_t x_stride = in_place && batch.rows > 1 ? taps[0].stride : packed;
     context_proj->run(x, batch.rows, buffers.context + shard.rank * m.context_rows, stream, x_stride,
                       buffers.context_width);
     done(Stage::kContextProj, stream);
@@ -387,8 +389,8 @@ struct DsparkDrafter::Impl {
   const DrafterShard shard;
   const std::function<void(std::uint64_t, std::uint64_t)> report;
   StepContract contract;
-  std::vector<StepLinear> linears;  // where each weight is in the checkpoint
-  std::uint64_t bytes_in_all = 0;
+  std::vector<StepLinear> linears;                 // where each weight is in the checkpoint
+  std::uint64_t bytes_done = 0, bytes_in_all = 0;  // of matrices, for `report`
   std::int64_t weight_bytes = 0;
   std::unique_ptr<StepPhases> phases;  // owns the memory below
   StepWeights weights;

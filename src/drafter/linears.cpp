@@ -13,13 +13,15 @@ namespace {
 constexpr const char* kPlace = "drafter.linears";
 
 void check_shard(const DrafterConfig& config, int tp, int rank) {
-  if (tp < 1) fail(StatusCode::kInvalidArgument, kPlace, "tp", std::to_string(tp), "1 or more");
+  if (tp < 1)
+    fail(StatusCode::kInvalidArgument, kPlace, "tp", std::to_string(tp), "1 or more", "1 is one GPU with all weights");
   if (rank < 0 || rank >= tp)
-    fail(StatusCode::kInvalidArgument, kPlace, "rank", std::to_string(rank), fmt::format("0 to {}", tp - 1));
+    fail(StatusCode::kInvalidArgument, kPlace, "rank", std::to_string(rank), fmt::format("0 to {}", tp - 1),
+         "ranks are counted from 0");
   const auto divides = [&](std::int64_t size, const char* field) {
     if (size % tp != 0)
       fail(StatusCode::kInvalidArgument, kPlace, "tp", std::to_string(tp),
-           fmt::format("divisors of {} = {}", field, size));
+           fmt::format("divisors of {} = {}", field, size), "shares are whole: choose another number of ranks");
   };
   divides(config.num_attention_heads, "num_attention_heads");
   divides(config.intermediate_size, "intermediate_size");

@@ -9,6 +9,7 @@
 #include <filesystem>
 
 #include "core/bf16.h"
+#include "drafter/contract.h"
 #include "drafter/rope.h"
 #include "io/checkpoint.h"
 #include "io/synth.h"
@@ -364,6 +365,67 @@ TEST(DsparkDrafter, what_verify_writes_meets_nothing_that_it_reads) {
   for (const TensorView DraftOutput::*own :
        {&DraftOutput::status, &DraftOutput::first_position, &DraftOutput::draft_logits})
     EXPECT_EQ(refused(room.data() + 3, in((step.drafter->output().*own).data)), StatusCode::kOverlap);
+}
+
+TEST(DsparkDrafter, progress_ends_at_its_total) {
+  const DrafterWeights weights = DrafterWeights::load(tiny_folder());
+  std::vector<std::uint16_t> layers(2 * 3 * 16 * 80);
+  DrafterMemory memory;
+  for (const std::int64_t first : {0, 3 * 16 * 80})
+    memory.cache.push_back(TensorView::dense(layers.data() + first, DType::kBF16, {3, 16, 80}));
+  DrafterLimits limits;
+  limits.num_draft_tokens = 3;
+  std::uint64_t last = 0, total = 0;
+  (void)DsparkDrafter::prepare(weights, limits, {{1, 3}, "prefix", {}, {}}, memory, Device::cpu(), {},
+                               [&](std::uint64_t done, std::uint64_t all) {
+                                 EXPECT_LE(last, done);
+                                 last = done;
+                                 total = all;
+                               });
+  EXPECT_EQ(last, total);
+}
+
+TEST(DsparkDrafter, a_refusal_says_what_would_be_taken_and_what_to_do) {
+  const DrafterWeights weights = DrafterWeights::load(tiny_folder());
+  const auto message = [](auto&& work) {
+    try {
+      work();
+    } catch (const Error& error) {
+      EXPECT_FALSE(error.status().remedy.empty()) << error.what();
+      return error.status().argument + ": " + error.status().accepted;
+    }
+    return std::string("accepted");
+  };
+  DrafterLimits limits;
+  limits.max_len = -1;
+  EXPECT_EQ(message([&] { Step step(weights, limits); }), "limits.max_len: 0, which is the largest, or 4 to 2048");
+  EXPECT_EQ(message([&] { Step step(weights, {}, {}, {3, 0}); }), "tp: divisors of num_attention_heads = 4");
+  Step step(weights);
+  step.taps[1].dtype = DType::kF16;
+  EXPECT_EQ(message([&] { step.run(); }), "taps[1].dtype: BF16");
+  step.taps[1] = step.taps[0];
+  step.taps[1].shape[0] = 3;
+  EXPECT_EQ(message([&] { step.run(); }), "taps[1].shape: [20, 256]");
+  step.batch.anchor.shape[0] = 2;
+  EXPECT_EQ(message([&] { step.run(); }), "batch.anchor.shape: [1]");
+  step.batch.anchor.shape[0] = 1;
+  VerifyBatch verify;
+  verify.one_hot = true;
+  verify.logits.dtype = DType::kF64;
+  EXPECT_EQ(message([&] { step.drafter->verify(step.batch, verify); }), "logits.dtype: F32, BF16");
+}
+
+// The stride of one row is of no matter: its windows are one buffer, whatever the view says.
+TEST(DsparkDrafter, taps_of_one_row_are_read_in_place) {
+  const std::array<std::uint16_t, 32> row{};
+  const auto one = [&](std::int64_t rows, std::int64_t stride, std::int64_t gap) {
+    const std::array<Tap, 2> taps = {{{row.data(), stride}, {row.data() + 8 + gap, stride}}};
+    return taps_are_one_buffer(taps, rows, 8);
+  };
+  EXPECT_TRUE(one(1, 8, 0));
+  EXPECT_TRUE(one(2, 16, 0));
+  EXPECT_FALSE(one(2, 8, 0));
+  EXPECT_FALSE(one(1, 8, 1));
 }
 
 TEST(DsparkDrafter, a_cache_on_another_device_is_refused) {
