@@ -411,8 +411,10 @@ DsparkDrafter prepare_on(std::unique_ptr<StepPhases> phases, const DrafterWeight
 }
 void sample_again(DsparkDrafter& drafter, const DraftBatch& batch) {
   StepBatch step;
-  throw_if_error(check_batch(drafter.impl().contract, batch, "drafter.draft", &step));
-  drafter.impl().phases->sample(step, {});
+  DsparkDrafter::Impl& impl = drafter.impl();
+  throw_if_error(check_batch(impl.contract, batch, "drafter.draft", &step));
+  impl.phases->sample(step, {});
+  if (impl.weights.confidence) impl.phases->confidence(step, {});  // it reads the tokens
 }
 TensorView stage_result(const DsparkDrafter& drafter, Stage stage) {
   const DsparkDrafter::Impl& impl = drafter.impl();
