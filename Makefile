@@ -21,7 +21,7 @@ configure: setup
 	cmake --preset $(PRESET) $(PYTHON_FLAGS)
 
 test: build
-	TWOSTEP_NVRTC=$(NVRTC) ctest --preset $(PRESET)
+	TWOSTEP_NVRTC=$(NVRTC) ctest --preset $(PRESET) --parallel $(JOBS)
 
 demo: configure
 	cmake --build --preset $(PRESET) --parallel $(JOBS) --target twostep_cli --target example_kda_layer
