@@ -21,7 +21,7 @@ configure: setup
 	cmake --preset $(PRESET) $(PYTHON_FLAGS)
 
 test: build
-	TWOSTEP_NVRTC=$(NVRTC) ctest --preset $(PRESET)
+	TWOSTEP_NVRTC=$(NVRTC) ctest --preset $(PRESET) --parallel $(JOBS)
 
 # Opt-in, for the package is large: the tested vLLM, without a GPU. 4 GB to download, 8 GB in .venv-vllm.
 vllm-setup:

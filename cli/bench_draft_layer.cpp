@@ -4,14 +4,13 @@
 #include <memory>
 #include <optional>
 #include <set>
-#include <span>
 #include <tuple>
 
 #include "cli/arguments.h"
 #include "cli/commands.h"
+#include "cli/json_file.h"
 #include "cli/progress.h"
 #include "drafter/linears.h"
-#include "io/partial_file.h"
 #include "io/synth.h"
 #include "measure/draft_chain.h"
 #if TWOSTEP_CUDA
@@ -80,8 +79,7 @@ void print_choices(const DraftChainRow& step) {
 }
 
 int bench_on_gpu(const DraftLayerArguments& a, std::vector<ChainLinear> linears, int index) {
-  std::optional<PartialFile> json;  // gets its name when all is measured: an old one is kept until then
-  if (!a.json.empty()) json.emplace(a.json, kPlace);
+  JsonFile json(a.json, kPlace);
   const MeasureDevice device(index);
   Machine machine = this_machine(command_of(a));
   std::vector<DraftChainRow> rows;
@@ -96,12 +94,8 @@ int bench_on_gpu(const DraftLayerArguments& a, std::vector<ChainLinear> linears,
              machine.sm_clock_mhz, machine.command);
   print_chains(rows);
   print_choices(rows.back());
-  for (const DraftChainRow& row : rows) {
-    if (!json) break;
-    const std::string line = json_line(row, machine);
-    json->write(std::as_bytes(std::span(line)));
-  }
-  if (json) json->publish();
+  for (const DraftChainRow& row : rows) json.add(json_line(row, machine));
+  json.publish();
   return 0;
 }
 #endif

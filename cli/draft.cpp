@@ -2,18 +2,19 @@
 #include <fmt/ranges.h>
 
 #include <CLI/CLI.hpp>
-#include <filesystem>
-#include <fstream>
+#include <algorithm>
+#include <map>
 #include <memory>
 #include <nlohmann/json.hpp>
 
 #include "cli/arguments.h"
 #include "cli/commands.h"
+#include "cli/json_file.h"
 #include "cli/progress.h"
 #include "cli/seed.h"
 #include "core/check.h"
 #include "core/timer.h"
-#include "io/partial_file.h"
+#include "drafter/sampling.h"
 #include "measure/bench_host.h"
 #include "measure/draft_step.h"
 #include "measure/row.h"
@@ -34,6 +35,7 @@ struct DraftOptions {
   std::string method = "block";
   std::string seed_text = "1";
   std::string json;
+  bool check_finite = false;
 };
 
 struct Result {
@@ -43,7 +45,23 @@ struct Result {
   std::optional<DraftGraphs> graphs;  // on a GPU
   double accept_length = 0;
   bool targets_own = false;  // greedy loops only
+  std::vector<std::int32_t> status;
 };
+
+// Exit status where the run is whole and what it computed is not right.
+constexpr int kWrong = 4;
+bool is_right(const Result& result, const DraftLoopOptions& options) {
+  return (options.temperature > 0 || result.targets_own) &&
+         std::all_of(result.status.begin(), result.status.end(), [](std::int32_t bits) { return bits == 0; });
+}
+
+std::string status_text(std::int32_t bits) {
+  std::string text;
+  for (const auto& [bit, name] :
+       {std::pair(kBadPage, "bad page"), std::pair(kNonFinite, "no finite logit"), std::pair(kBadInput, "bad input")})
+    if (bits & bit) text += (text.empty() ? "" : ", ") + std::string(name);
+  return text.empty() ? "fine" : text;
+}
 
 std::string command_of(const DraftOptions& o) {
   return fmt::format(
@@ -52,36 +70,6 @@ std::string command_of(const DraftOptions& o) {
       o.checkpoint, o.loop.requests, o.loop.draft_tokens, o.loop.context, o.loop.temperature, o.loop.steps, o.method,
       o.loop.shard.ranks, o.loop.shard.rank, o.loop.seed, o.device);
 }
-
-// Opened before minutes of work, so that a folder that cannot be written is refused at once. The result of an earlier
-// run stays until the new one is whole. What is no regular file (/dev/stdout) is written in place.
-class JsonFile {
- public:
-  explicit JsonFile(const std::string& path) : path_(path) {
-    if (path.empty()) return;
-    std::error_code error;
-    const auto kind = std::filesystem::status(path, error).type();
-    if (kind == std::filesystem::file_type::regular || kind == std::filesystem::file_type::not_found) {
-      partial_ = std::make_unique<PartialFile>(path, kPlace);
-    } else {
-      plain_.open(path);
-      if (!plain_) fail(StatusCode::kInvalidArgument, kPlace, "json", path, "a file that can be written");
-    }
-  }
-  void write(const std::string& text) {
-    if (partial_) {
-      partial_->write(std::as_bytes(std::span(text)));
-      partial_->publish();
-    } else if (plain_.is_open() && !(plain_ << text).flush()) {
-      fail(StatusCode::kUnavailable, kPlace, "json", path_, "a file that can be written");
-    }
-  }
-
- private:
-  std::string path_;
-  std::unique_ptr<PartialFile> partial_;
-  std::ofstream plain_;
-};
 
 // ---- Measurement
 
@@ -108,6 +96,7 @@ Result measure(DraftLoop& loop, const DraftLoopOptions& options) {
   result.draft = summarize(std::move(draft), warmup);
   result.ingest = summarize(std::move(ingest), warmup);
   result.accept_length = loop.accept_length();
+  for (int r = 0; r < options.requests; ++r) result.status.push_back(loop.status(r));
   result.targets_own = options.temperature == 0 && loop.is_targets_own();
   return result;
 }
@@ -128,6 +117,11 @@ void print(const Result& result, DraftLoop& loop, const DraftOptions& options) {
     fmt::print("request {}: last draft [{}], emitted {}: .. {}\n", r, fmt::join(loop.drafts(r), " "), loop.emitted(r),
                fmt::join(tokens.end() - std::min<std::ptrdiff_t>(8, loop.emitted(r)), tokens.end(), " "));
   }
+  std::map<std::int32_t, std::vector<int>> requests_by_status;
+  for (int r = 0; r < o.requests; ++r) requests_by_status[result.status[static_cast<std::size_t>(r)]].push_back(r);
+  for (const auto& [bits, requests] : requests_by_status)
+    fmt::print("status {}, {}: {}\n", bits, status_text(bits),
+               requests_by_status.size() == 1 ? "every request" : fmt::format("request {}", fmt::join(requests, ", ")));
   fmt::print("accepted {:.2f} tokens per step, the target's own included", result.accept_length);
   if (o.temperature == 0)
     fmt::print("; what was emitted {} the target's greedy decoding", result.targets_own ? "is" : "IS NOT");
@@ -183,6 +177,7 @@ nlohmann::ordered_json to_json(const Result& result, DraftLoop& loop, const Draf
                                 {"accept_length", result.accept_length},
                                 {"read_gb_per_s", result.read_rate * 1e-3}};
   if (o.temperature == 0) out["is_targets_own"] = result.targets_own;
+  out["status"] = result.status;
   for (int r = 0; r < o.requests; ++r) {
     const auto& tokens = loop.tokens(r);
     out["emitted"].push_back(std::vector(tokens.end() - static_cast<std::ptrdiff_t>(loop.emitted(r)), tokens.end()));
@@ -204,11 +199,15 @@ nlohmann::ordered_json to_json(const Result& result, DraftLoop& loop, const Draf
 int run_draft(DraftOptions options) {
   options.loop.seed = parse_seed(kPlace, options.seed_text);
   if (options.method != "block" && options.method != "standard")
-    fail(StatusCode::kInvalidArgument, kPlace, "method", options.method, "block, standard");
+    fail(StatusCode::kInvalidArgument, kPlace, "--method", options.method, "block, standard");
   options.loop.method = options.method == "block" ? VerifyMethod::kBlock : VerifyMethod::kStandard;
   const std::optional<int> gpu = options.device == "auto" ? std::nullopt : parse_device(kPlace, options.device);
-  const DrafterWeights weights = DrafterWeights::load(options.checkpoint);
-  JsonFile json(options.json);
+  // Then all is greedy, the toy target and the judgement too.
+  if (options.loop.temperature >= 0 && is_greedy(options.loop.temperature)) options.loop.temperature = 0;
+  JsonFile json(options.json, kPlace);
+  DrafterWeights::Options weight_options;
+  weight_options.check_finite = options.check_finite;
+  const DrafterWeights weights = DrafterWeights::load(options.checkpoint, weight_options);
   Machine machine = this_machine(command_of(options));
 #if TWOSTEP_CUDA
   const std::optional<MeasureDevice> device = gpu ? std::optional<MeasureDevice>(std::in_place, *gpu) : std::nullopt;
@@ -233,10 +232,11 @@ int run_draft(DraftOptions options) {
   if (!gpu) result.read_rate = HostStream().rate();
   print(result, *loop, options);
   // A path need not be UTF-8; JSON must be.
-  json.write(
+  json.add(
       to_json(result, *loop, options, machine).dump(2, ' ', false, nlohmann::ordered_json::error_handler_t::replace) +
       "\n");
-  return options.loop.temperature == 0 && !result.targets_own ? 1 : 0;
+  json.publish();
+  return is_right(result, options.loop) ? 0 : kWrong;
 }
 
 }  // namespace
@@ -250,7 +250,8 @@ void add_draft(CLI::App& app, int& exit_code) {
   command->add_option("--requests", loop.requests, "requests of each step")->capture_default_str();
   command->add_option("--draft-tokens", loop.draft_tokens, "tokens drafted per request")->capture_default_str();
   command->add_option("--context", loop.context, "tokens of each prompt")->capture_default_str();
-  command->add_option("--temperature", loop.temperature, "of drafts and target; 0: greedy")->capture_default_str();
+  command->add_option("--temperature", loop.temperature, "of drafts and target; below 1e-5: greedy")
+      ->capture_default_str();
   command->add_option("--steps", loop.steps, "draft, verify, ingest")->capture_default_str();
   command->add_option("--method", options->method, "verification: block or standard")->capture_default_str();
   command->add_option("--tp", loop.shard.ranks, "tensor-parallel size")->capture_default_str();
@@ -258,6 +259,7 @@ void add_draft(CLI::App& app, int& exit_code) {
       ->capture_default_str();
   command->add_option("--device", options->device, "auto (the CPU), cpu, cuda:0, ..")->capture_default_str();
   command->add_option("--seed", options->seed_text, "of prompts, features and draws")->capture_default_str();
+  command->add_flag("--check-finite", options->check_finite, "refuse weights that are NaN or infinite, by name");
   command->add_option("--json", options->json, "file for the result");
   command->callback([options, &exit_code] { exit_code = run_draft(*options); });
 }

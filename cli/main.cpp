@@ -1,5 +1,5 @@
 // twostep: one program for machines with and without a GPU. Exit status: 0 done, 1 failed, 2 usage or bad data, 3 a
-// search ran out of time.
+// search ran out of time, 4 a draft loop ended with wrong tokens or a status.
 #include <CLI/CLI.hpp>
 #include <cstdio>
 #include <exception>

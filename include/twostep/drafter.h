@@ -27,11 +27,14 @@ inline constexpr int kMaxDraftTokens = 16;
 
 class Checkpoint;  // private
 
-// A drafter's tensors: files that are mapped and read when a drafter is prepared, or memory of the caller.
+// A drafter's tensors: files that are mapped and read when a drafter is prepared, or memory of the caller. A file must
+// not be written or cut from load until prepare returns: prepare refuses one that was (kDataError), and one that
+// shrinks while it is read ends the process (SIGBUS), as with every mapped file. A new file under its name does no
+// harm.
 class DrafterWeights {
  public:
   struct Options {
-    std::string overrides = "{}";  // a JSON object of config fields, which win over config.json
+    std::string overrides = "{}";  // a JSON object of config fields, which win over config.json; allow_nope
     bool embedding_lent = false;   // the target lends embed_tokens: it need not be there
     bool check_finite = false;     // refuse NaN and infinity, by tensor
   };
@@ -93,26 +96,28 @@ struct DrafterTarget {
 // Memory of the caller on the drafter's device. It must outlive the drafter.
 struct DrafterMemory {
   // One per layer: [pages, page rows, kv_lora_rank + qk_rope_head_dim] BF16, rows [latent | rope] dense, pages any
-  // stride. All of one shape. Page 0 is never written nor read: page tables point to it where they hold nothing.
+  // stride. All of one shape, no two with a byte in common. Page 0 is never written nor read: page tables point to it
+  // where they hold nothing.
   std::vector<TensorView> cache;
-  std::optional<TensorView> embed_tokens;  // [V, H] BF16, lent by the target; else the checkpoint's is copied
+  std::optional<TensorView> embed_tokens;  // [V, H] BF16, lent by the target; else the checkpoint's: this rank's rows
   std::optional<TensorView> lm_head;       // [V / ranks, H] BF16: this rank's rows; else the checkpoint's
 };
 
 // What one step reads, all of it on the drafter's device, so that a graph can be replayed with new values. R is the
 // number of requests in the step, padding included; T the rows that the target processed, of all requests.
 struct DraftBatch {
-  TensorView request;      // I32 [R]: number of the request, -1: padding
-  TensorView row_start;    // I32 [R + 1], ascending: request r has rows row_start[r] .. row_start[r + 1] - 1
-  TensorView rejected;     // I32 [R]: how many of these rows, at the end, were rejected drafts
-  TensorView anchor;       // I32 [R]: the token just sampled; in an unfinished prefill the next token of the prompt
-  TensorView positions;    // I64 [T]: position of each row in its sequence
+  TensorView request;    // I32 [R]: number of the request, -1: padding, as is one that the call has no rows of
+  TensorView row_start;  // I32 [R + 1], ascending: request r has rows row_start[r] .. row_start[r + 1] - 1, one or more
+  TensorView rejected;   // I32 [R]: how many of these rows, at the end, were rejected drafts
+  TensorView anchor;     // I32 [R]: the token just sampled; in an unfinished prefill the next token of the prompt
+  TensorView positions;  // I64 [T]: position of each row in its sequence
   TensorView page_table;   // I32 [R, any]: page of each `page rows` positions
   TensorView temperature;  // F32 [R]: below 1e-5 greedy
   TensorView seed;         // I64 [R]
   TensorView step;         // I32 [R]: counter that must not repeat for a seed; `verify` adds 1
 };
 
+// What is written, and batch.step, must not meet anything that `verify` reads.
 struct VerifyBatch {
   TensorView draft_ids;  // I32 [R, k]: -1, or an id that is none, ends a block
   TensorView logits;     // F32 or BF16 [R, k + 1, V]: the target's, after all sampling parameters
@@ -126,7 +131,8 @@ struct VerifyBatch {
 enum DraftStatus : std::int32_t {
   kBadPage = 1,    // a page id outside 1..pages - 1, or a page table too short: these rows were not read or written
   kNonFinite = 2,  // a row of logits without a finite value: id 0 was taken
-  kBadInput = 4,   // row_start, rejected, positions or anchor out of range: the request was treated as padding
+  kBadInput = 4,  // row_start, rejected, positions or anchor out of range, or no row that was not rejected: the request
+                  // was treated as padding
 };
 
 // What a step leaves, in memory of the drafter at fixed addresses. Rows of the batch's R requests are valid.
@@ -138,15 +144,16 @@ struct DraftOutput {
   TensorView confidence;      // F32 [R, k]: chance that draft i is accepted if all before it are; rank 0: no head
   TensorView survival;        // F32 [R, k]: products of confidence
   TensorView first_position;  // I64 [R]: of the anchor, p + 1
-  TensorView status;          // I32 [R]: DraftStatus bits of all calls since the last ingest, that one included
+  TensorView status;          // I32 [R]: DraftStatus bits of all calls since the last ingest, that one included. Each
+                              // ingest begins anew, since place r may then be another request's: read them before
 };
 
 class DsparkDrafter {
  public:
   // Loads this rank's shards to `device`, makes every kernel and buffer. Slow; the only call that allocates. `progress`
   // gets bytes done and in all. The device is that of the cache. Throws kInvalidArgument (limits, target facts,
-  // shard, cache), kUnsupported, kBadLayout, kWrongDevice, kDataError (a tensor that is missing), kUnavailable,
-  // kOutOfMemory, kCompileFailed, kDeviceError.
+  // shard, cache), kUnsupported, kBadLayout, kOverlap (layers of the cache), kWrongDevice, kDataError (a tensor is
+  // missing, a file was written since load), kUnavailable, kOutOfMemory, kCompileFailed, kDeviceError.
   static DsparkDrafter prepare(const DrafterWeights& weights, const DrafterLimits& limits, const DrafterTarget& target,
                                const DrafterMemory& memory, Device device = Device::cpu(), DrafterShard shard = {},
                                const std::function<void(std::uint64_t, std::uint64_t)>& progress = {});
@@ -155,9 +162,9 @@ class DsparkDrafter {
   ~DsparkDrafter();
 
   // The three calls of a step. They allocate, lock, synchronise and compile nothing, may be captured, and leave their
-  // results in stream order. One drafter runs on one stream at a time. Each throws before any launch:
-  // kInvalidArgument (shape), kUnsupported (dtype), kBadLayout, kWrongDevice, kNotPrepared (an R that limits do not
-  // name).
+  // results in stream order. (On the CPU, the first step of a thread makes that thread's scratch and OpenMP team.) One
+  // drafter runs on one stream at a time. Each throws before any launch: kInvalidArgument (shape), kUnsupported
+  // (dtype), kBadLayout, kOverlap, kWrongDevice, kNotPrepared (an R that limits do not name).
 
   // taps: one [T, target_hidden_size] BF16 per tap, any row stride; adjacent windows of one buffer are read in place.
   // Writes the cache rows of the first T_q - rejected rows of each request. T from 0 to max_ingest_rows.

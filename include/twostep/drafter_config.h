@@ -31,6 +31,7 @@ struct DrafterConfig {
   std::int64_t qk_nope_head_dim = 128;
   std::int64_t qk_rope_head_dim = 64;
   std::int64_t v_head_dim = 128;
+  bool mla_use_nope = false;         // true: no rope; the rope block is not read
   bool mla_use_output_gate = false;  // true: g_proj
   std::string hidden_act = "silu";   // silu | situ
   double activation_situ_beta = 4.0;
@@ -58,12 +59,14 @@ struct DrafterConfig {
 
   // Reads config.json. A key in `dflash_config` wins over the same key at top level; a key in `overrides` (a
   // JSON object) wins over both. Unknown keys of the config are ignored; an override of no field is a broken rule.
+  // mla_use_nope is refused unless the overrides have "allow_nope": true, which means nothing in a config.json.
   // Throws one Error that lists every broken rule, place "drafter.config": kInvalidArgument, or kUnsupported where
   // all of them are only not served. Text that is no JSON is kDataError. Rules that need the caller's t and k are
   // checked where those are known.
   static DrafterConfig from_json(std::string_view text, std::string_view overrides = "{}");
 
-  // A config.json that from_json reads back as this config.
+  // A config.json that from_json reads back as this config. Throws kUnsupported where none can: layers of several
+  // windows, or of both masks where the sliding ones are not just the causal ones.
   std::string to_json() const;
 };
 

@@ -37,16 +37,20 @@ __device__ inline void queries(const Batch& batch, Cache cache, i32* ids, i64* p
   if (bad) atomicOr(status + r, kBadPage);
 }
 
-// residual = embed[ids], x = RMSNorm(residual).   Grid M, block kRowThreads.
+// residual = embed[ids], x = RMSNorm(residual).   table [rows, kHidden] from token first on; others are another rank's
+// and count as zero.   Grid M, block kRowThreads.
 template <class Model>
-__device__ inline void embed(const i32* ids, const u16* table, i64 table_stride, const float* norm, u16* residual,
-                             u16* x) {
+__device__ inline void embed(const i32* ids, const u16* table, i64 table_stride, i64 first, i64 rows, const float* norm,
+                             u16* residual, u16* x) {
   __shared__ float parts[kRowThreads / kWarp];
   pdl_wait();
   pdl_launch();
   const i64 row = blockIdx.x;
+  const i64 token = ids[row] - first;
   u16* to = residual + row * Model::kHidden;
-  copy_row<Model::kHidden, kRowThreads>(table + ids[row] * table_stride, to);
+  if (token >= 0 && token < rows) copy_row<Model::kHidden, kRowThreads>(table + token * table_stride, to);
+  else
+    for (int i = threadIdx.x; i < Model::kHidden; i += kRowThreads) to[i] = 0;
   __syncthreads();  // the copy is complete: the norm reads it with wider loads
   rms_norm<Model::kHidden, kRowThreads>(to, norm, Model::kEps, x + row * Model::kHidden, parts);
 }

@@ -146,7 +146,8 @@ TensorView view_of_array(const Array& array, const char* name) {
   else
     refuse(StatusCode::kUnsupported, std::string(name) + ".dtype",
            (dtype.code < std::size(kCodes) ? kCodes[dtype.code] : "type ") + std::to_string(dtype.bits), kDTypes,
-           "NumPy has no BF16: pass twostep.view(array_of_uint16, \"bf16\")");
+           is(Code::UInt, 16) ? "NumPy has no BF16: where these are its bits, pass twostep.view(array, \"bf16\")"
+                              : "convert it to one of these");
   view.device = device_of_array(array, name);
   return view;
 }
@@ -219,6 +220,10 @@ OwnedView tagged_view(nb::object array, const std::optional<std::string>& dtype)
   return made;
 }
 
+[[noreturn]] void refuse_read_only(const char* name) {
+  refuse(StatusCode::kInvalidArgument, name, "read-only memory", "memory that may be written", "pass a copy of it");
+}
+
 }  // namespace
 
 void refuse(StatusCode code, std::string argument, std::string value, std::string accepted, std::string remedy) {
@@ -248,18 +253,16 @@ TensorView view_of(nb::handle tensor, const char* name, Access access) {
     return view_of_torch(*torch, tensor, name, access);
   if (nb::isinstance<OwnedView>(tensor)) {
     const OwnedView* owned = nb::inst_ptr<OwnedView>(tensor);
-    if (access == Access::kWrite && owned->read_only)
-      refuse(StatusCode::kInvalidArgument, name, "a view of read-only memory", "memory that may be written");
+    if (access == Access::kWrite && owned->read_only) refuse_read_only(name);
     return owned->view;
   }
-  if (access == Access::kWrite) {
-    if (nb::ndarray<> array; nb::try_cast(tensor, array, false)) return view_of_array(array, name);
-  } else if (nb::ndarray<nb::ro> array; nb::try_cast(tensor, array, false)) {
+  if (nb::ndarray<nb::ro> array; nb::try_cast(tensor, array, false)) {
+    nb::ndarray<> writable;
+    if (access == Access::kWrite && !nb::try_cast(tensor, writable, false)) refuse_read_only(name);
     return view_of_array(array, name);
   }
   refuse(StatusCode::kInvalidArgument, name, text_of(tensor.type()),
-         access == Access::kWrite ? "torch tensors, DLPack producers, NumPy arrays that may be written, TensorView"
-                                  : "torch tensors, DLPack producers, NumPy arrays, TensorView");
+         "torch tensors, DLPack producers, NumPy arrays, TensorView");
 }
 
 std::optional<TensorView> optional_view_of(nb::handle tensor, const char* name, Access access) {

@@ -4,7 +4,9 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
+#include <cstdlib>
 
 #include "core/check.h"
 #include "core/log.h"
@@ -26,34 +28,42 @@ std::string sizes_text(Sizes sizes) {
   return text + "]";
 }
 
-// Dtype, device, shape, alignment and a contiguous last dimension.
-Status check_view(const char* place, const char* name, const TensorView& view, DType dtype, Sizes sizes,
-                  Device device) {
-  const auto refuse = [&](StatusCode code, const char* field, std::string value, std::string accepted) {
-    return refusal(code, place, std::string(name) + field, std::move(value), std::move(accepted));
+// Dtype, device, shape, alignment and a contiguous last dimension. `remedy` of a wrong shape.
+Status check_view(const char* place, const char* name, const TensorView& view, DType dtype, Sizes sizes, Device device,
+                  const char* remedy) {
+  const auto refuse = [&](StatusCode code, const char* field, std::string value, std::string accepted,
+                          std::string with) {
+    return refusal(code, place, std::string(name) + field, std::move(value), std::move(accepted), std::move(with));
   };
   const auto rank = static_cast<int>(sizes.size());
   if (view.rank != rank)
-    return refuse(StatusCode::kInvalidArgument, ".rank", std::to_string(view.rank), std::to_string(rank));
-  if (view.dtype != dtype) return refuse(StatusCode::kUnsupported, ".dtype", dtype_name(view.dtype), dtype_name(dtype));
+    return refuse(StatusCode::kInvalidArgument, ".rank", std::to_string(view.rank), std::to_string(rank),
+                  "give a view of shape " + sizes_text(sizes));
+  if (view.dtype != dtype)
+    return refuse(StatusCode::kUnsupported, ".dtype", dtype_name(view.dtype), dtype_name(dtype),
+                  "keep the values in that type");
   if (view.device != device)
-    return refuse(StatusCode::kWrongDevice, ".device", to_string(view.device), to_string(device));
+    return refuse(StatusCode::kWrongDevice, ".device", to_string(view.device), to_string(device),
+                  "a drafter's memory is all on the device of its cache");
   bool empty = false;
   for (int i = 0; i < rank; ++i) {
     const auto at = static_cast<std::size_t>(i);
     const std::int64_t wanted = sizes.begin()[i];
     if (view.shape[at] < 0 || (wanted >= 0 && view.shape[at] != wanted))
-      return refuse(StatusCode::kInvalidArgument, ".shape", to_string(view), sizes_text(sizes));
+      return refuse(StatusCode::kInvalidArgument, ".shape", to_string(view), sizes_text(sizes), remedy);
     empty |= view.shape[at] == 0;
   }
   if (empty) return {};
-  if (!view.data) return refuse(StatusCode::kInvalidArgument, ".data", "null", "memory of the view");
+  if (!view.data)
+    return refuse(StatusCode::kInvalidArgument, ".data", "null", "memory of the view",
+                  "give its address, or a size of 0");
   if (reinterpret_cast<std::uintptr_t>(view.data) % dtype_size(dtype) != 0)
     return refuse(StatusCode::kBadLayout, ".data", "a misaligned address",
-                  fmt::format("multiples of {} bytes", dtype_size(dtype)));
+                  fmt::format("multiples of {} bytes", dtype_size(dtype)), "begin at an element of an array");
   const auto last = static_cast<std::size_t>(rank - 1);
   if (view.shape[last] > 1 && view.stride[last] != 1)
-    return refuse(StatusCode::kBadLayout, " last stride", std::to_string(view.stride[last]), "1");
+    return refuse(StatusCode::kBadLayout, " last stride", std::to_string(view.stride[last]), "1",
+                  "make the last dimension contiguous");
   return {};
 }
 
@@ -61,11 +71,59 @@ std::int64_t stride_of(const TensorView& view, std::size_t dimension, std::int64
   return view.shape[dimension] > 1 ? view.stride[dimension] : dense;
 }
 
+// Bytes from the first element of a view to behind its last.
+struct Span {
+  std::uintptr_t begin = 0;
+  std::uintptr_t end = 0;
+};
+Span span_of(const TensorView& view) {
+  std::int64_t last = 0;
+  for (int i = 0; i < view.rank; ++i) {
+    const auto at = static_cast<std::size_t>(i);
+    if (view.shape[at] == 0) return {};
+    if (view.shape[at] > 1) last += (view.shape[at] - 1) * view.stride[at];
+  }
+  const auto begin = reinterpret_cast<std::uintptr_t>(view.data);
+  return {begin, begin + static_cast<std::uintptr_t>(last + 1) * dtype_size(view.dtype)};
+}
+
+struct Named {
+  const char* name;
+  const TensorView* view;
+};
+
+// Each output against the inputs and the outputs before it.
+Status check_apart(const char* place, std::span<const Named> outputs, std::span<const Named> inputs) {
+  for (std::size_t i = 0; i < outputs.size(); ++i) {
+    const Span out = span_of(*outputs[i].view);
+    const auto meets = [&](const Named& other) {
+      const Span span = span_of(*other.view);
+      return out.begin < span.end && span.begin < out.end;
+    };
+    for (const auto others : {inputs, outputs.first(i)})
+      for (const Named& other : others)
+        if (meets(other))
+          return refusal(StatusCode::kOverlap, place, outputs[i].name, to_string(*outputs[i].view),
+                         std::string("memory that does not meet ") + other.name, "give each output its own memory");
+  }
+  return {};
+}
+
+// Whether the pages of two layers meet. Layers may lie between each other's pages, as in one [pages, layers, rows,
+// width].
+bool pages_meet(const TensorView& a, const TensorView& b, const CacheShape& shape, std::int64_t width) {
+  const auto from = reinterpret_cast<std::intptr_t>(a.data), to = reinterpret_cast<std::intptr_t>(b.data);
+  const std::int64_t page = 2 * shape.page_rows * width, stride = 2 * shape.page_stride;
+  const std::int64_t distance = std::abs(to - from), pages = distance / stride, rest = distance % stride;
+  return (pages < shape.pages && rest < page) || (pages + 1 < shape.pages && stride - rest < page);
+}
+
+// `otherwise`: what else is accepted, before the range.
 void check_range(std::vector<Status>& problems, const char* argument, std::int64_t value, std::int64_t low,
-                 std::int64_t high, const char* remedy = "") {
+                 std::int64_t high, const char* remedy, const char* otherwise = "") {
   if (value < low || value > high)
     problems.push_back(refusal(StatusCode::kInvalidArgument, kPrepare, argument, std::to_string(value),
-                               fmt::format("{} to {}", low, high), remedy));
+                               fmt::format("{}{} to {}", otherwise, low, high), remedy));
 }
 
 }  // namespace
@@ -115,36 +173,41 @@ DrafterLimits check_limits(const DrafterConfig& config, const DrafterLimits& lim
   if (out.request_counts.empty())
     problems.push_back(refusal(StatusCode::kInvalidArgument, kPrepare, "limits.request_counts", "empty",
                                "one count or more", "name the padded batch sizes of the steps"));
-  for (const int count : out.request_counts) check_range(problems, "limits.request_counts", count, 1, kMaxRequests);
+  for (const int count : out.request_counts)
+    check_range(problems, "limits.request_counts", count, 1, kMaxRequests, "serve more requests by several steps");
 
-  check_range(problems, "limits.num_draft_tokens", limits.num_draft_tokens, 1, kMaxDraftTokens);
+  check_range(problems, "limits.num_draft_tokens", limits.num_draft_tokens, 1, kMaxDraftTokens,
+              "drafters are trained for 7 or so");
   if (config.block_size && limits.num_draft_tokens > *config.block_size)
     problems.push_back(refusal(
         StatusCode::kInvalidArgument, kPrepare, "limits.num_draft_tokens", std::to_string(limits.num_draft_tokens),
         fmt::format("up to block_size = {}", *config.block_size), "the drafter was trained for blocks of that size"));
-  if (!config.block_size && limits.num_draft_tokens > 7)
-    log_warn(fmt::format("{}: num_draft_tokens = {}; the config has no block_size, drafters are trained for up to 7",
-                         kPrepare, limits.num_draft_tokens));
 
   if (out.max_len == 0) out.max_len = config.max_position_embeddings;
   check_range(problems, "limits.max_len", out.max_len, std::int64_t{limits.num_draft_tokens} + 1,
-              config.max_position_embeddings, "at most max_position_embeddings, and more than num_draft_tokens");
+              config.max_position_embeddings, "at most max_position_embeddings, and more than num_draft_tokens",
+              "0, which is the largest, or ");
   if (problems.empty() && out.max_ingest_rows == 0)
     out.max_ingest_rows = std::int64_t{out.request_counts.back()} * (out.num_draft_tokens + 1);
   if (problems.empty() || limits.max_ingest_rows != 0)
-    check_range(problems, "limits.max_ingest_rows", out.max_ingest_rows, 1, kMaxIngestRows);
+    check_range(problems, "limits.max_ingest_rows", out.max_ingest_rows, 1, kMaxIngestRows,
+                "ingest long prompts in parts", "0, the rows of the largest step, or ");
 
   if (limits.draft_logits != DType::kF32 && limits.draft_logits != DType::kBF16)
     problems.push_back(refusal(StatusCode::kUnsupported, kPrepare, "limits.draft_logits",
-                               dtype_name(limits.draft_logits), "F32 or BF16"));
+                               dtype_name(limits.draft_logits), "F32 or BF16", "BF16 takes half the memory"));
   const auto k = static_cast<std::size_t>(std::max(limits.num_draft_tokens, 0));
   const bool good = limits.calibration.empty() || limits.calibration.size() == k;
   if (!good || !std::all_of(limits.calibration.begin(), limits.calibration.end(),
                             [](float t) { return std::isfinite(t) && t > 0; }))
     problems.push_back(refusal(StatusCode::kInvalidArgument, kPrepare, "limits.calibration",
                                fmt::format("[{}]", fmt::join(limits.calibration, ", ")),
-                               fmt::format("none, or {} finite values above 0", k)));
+                               fmt::format("none, or {} finite values above 0", k),
+                               "one temperature per draft; 1 changes nothing"));
   throw_if_any(problems);
+  if (!config.block_size && limits.num_draft_tokens > 7)
+    log_warn(fmt::format("{}: num_draft_tokens = {}; the config has no block_size, drafters are trained for up to 7",
+                         kPrepare, limits.num_draft_tokens));
   if (out.calibration.empty()) out.calibration.assign(k, 1.0f);
   return out;
 }
@@ -169,7 +232,8 @@ void check_target(const DrafterConfig& config, const DrafterTarget& target) {
             fmt::format("target_num_hidden_layers = {}", config.target_num_hidden_layers));
   if (config.target_layer_ids.size() > kMaxTaps)
     problems.push_back(refusal(StatusCode::kUnsupported, kPrepare, "target_layer_ids",
-                               fmt::format("{} taps", config.num_taps()), fmt::format("up to {}", kMaxTaps)));
+                               fmt::format("{} taps", config.num_taps()), fmt::format("up to {}", kMaxTaps),
+                               "use a drafter of fewer taps"));
   throw_if_any(problems);
 }
 
@@ -183,7 +247,7 @@ CacheShape check_cache(const DrafterConfig& config, const std::vector<TensorView
   for (std::size_t layer = 0; layer < cache.size(); ++layer) {
     const TensorView& view = cache[layer];
     const std::string name = fmt::format("memory.cache[{}]", layer);
-    throw_if_error(check_view(kPrepare, name.c_str(), view, DType::kBF16, {-1, -1, width}, device));
+    throw_if_error(check_view(kPrepare, name.c_str(), view, DType::kBF16, {-1, -1, width}, device, kRemedy));
     if (view.shape[0] < 2 || view.shape[1] < 1)
       fail(StatusCode::kInvalidArgument, kPrepare, name, to_string(view), "2 pages or more, of 1 row or more",
            "page 0 is never used");
@@ -199,30 +263,38 @@ CacheShape check_cache(const DrafterConfig& config, const std::vector<TensorView
         this_shape.page_stride != shape.page_stride)
       fail(StatusCode::kBadLayout, kPrepare, name, to_string(view), "the shape and strides of memory.cache[0]",
            "one page table serves all layers");
+    for (std::size_t other = 0; other < layer; ++other)
+      if (pages_meet(view, cache[other], shape, width))
+        fail(StatusCode::kOverlap, kPrepare, name, to_string(view),
+             fmt::format("memory that does not meet memory.cache[{}]", other), "give each layer its own pages");
   }
   return shape;
 }
 
 void check_lent(const char* name, const TensorView& table, std::int64_t rows, const DrafterConfig& config,
                 Device device) {
-  throw_if_error(check_view(kPrepare, name, table, DType::kBF16, {rows, config.hidden_size}, device));
+  throw_if_error(check_view(kPrepare, name, table, DType::kBF16, {rows, config.hidden_size}, device,
+                            "without the padding of the vocabulary; a rank's head is its own rows"));
   if (stride_of(table, 0, config.hidden_size) < config.hidden_size)
-    fail(StatusCode::kBadLayout, kPrepare, name, to_string(table), "rows that do not meet");
+    fail(StatusCode::kBadLayout, kPrepare, name, to_string(table), "rows that do not meet",
+         "lend the table itself, not a broadcast view of it");
 }
 
 Status check_batch(const StepContract& contract, const DraftBatch& batch, const char* place, StepBatch* step) {
+  constexpr const char* kRemedy = "R is the size of batch.request; row_start has one entry more";
   const Device device = contract.device;
   const std::int64_t requests = batch.request.rank == 1 ? batch.request.shape[0] : -1;
   const std::int64_t rows = batch.positions.rank == 1 ? batch.positions.shape[0] : -1;
   const auto vector = [&](const char* name, const TensorView& view, DType dtype, std::int64_t size) {
-    return check_view(place, name, view, dtype, {size}, device);
+    return check_view(place, name, view, dtype, {size}, device, kRemedy);
   };
   if (auto s = vector("batch.request", batch.request, DType::kI32, -1); !s.ok()) return s;
   if (auto s = vector("batch.row_start", batch.row_start, DType::kI32, requests + 1); !s.ok()) return s;
   if (auto s = vector("batch.rejected", batch.rejected, DType::kI32, requests); !s.ok()) return s;
   if (auto s = vector("batch.anchor", batch.anchor, DType::kI32, requests); !s.ok()) return s;
   if (auto s = vector("batch.positions", batch.positions, DType::kI64, -1); !s.ok()) return s;
-  if (auto s = check_view(place, "batch.page_table", batch.page_table, DType::kI32, {requests, -1}, device); !s.ok())
+  if (auto s = check_view(place, "batch.page_table", batch.page_table, DType::kI32, {requests, -1}, device, kRemedy);
+      !s.ok())
     return s;
   if (auto s = vector("batch.temperature", batch.temperature, DType::kF32, requests); !s.ok()) return s;
   if (auto s = vector("batch.seed", batch.seed, DType::kI64, requests); !s.ok()) return s;
@@ -258,28 +330,40 @@ Status check_taps(const StepContract& contract, std::span<const TensorView> taps
     return refusal(StatusCode::kInvalidArgument, kPlace, "batch.positions.shape[0]", std::to_string(rows),
                    fmt::format("up to limits.max_ingest_rows = {}", contract.limits.max_ingest_rows),
                    "ingest the rows in parts");
+  const auto name = [](std::size_t i) { return fmt::format("taps[{}]", i); };
   for (std::size_t i = 0; i < taps.size(); ++i) {
-    if (auto s = check_view(kPlace, "taps", taps[i], DType::kBF16, {rows, model.target_hidden}, contract.device);
-        !s.ok())
+    if (auto s = check_view(kPlace, "", taps[i], DType::kBF16, {rows, model.target_hidden}, contract.device,
+                            "a row for each entry of batch.positions, of target_hidden_size columns");
+        !s.ok()) {
+      s.argument.insert(0, name(i));
       return s;
+    }
     out[i] = {static_cast<const std::uint16_t*>(taps[i].data), stride_of(taps[i], 0, model.target_hidden)};
     if (out[i].stride < model.target_hidden)
-      return refusal(StatusCode::kBadLayout, kPlace, "taps", to_string(taps[i]), "rows that do not meet");
+      return refusal(StatusCode::kBadLayout, kPlace, name(i), to_string(taps[i]), "rows that do not meet",
+                     "give each row its own memory");
   }
   return {};
 }
 
-Status check_verify(const StepContract& contract, const VerifyBatch& verify, std::int64_t requests, VerifyStep* step) {
+Status check_verify(const StepContract& contract, const DraftBatch& batch, const VerifyBatch& verify,
+                    const DraftOutput& own, std::int64_t requests, VerifyStep* step) {
   constexpr const char* kPlace = "drafter.verify";
   const StepModel& model = contract.model;
   const Device device = contract.device;
   const std::int64_t k = model.k;
-  const DType logits = verify.logits.dtype == DType::kBF16 ? DType::kBF16 : DType::kF32;
-  if (auto s = check_view(kPlace, "draft_ids", verify.draft_ids, DType::kI32, {requests, k}, device); !s.ok()) return s;
-  if (auto s = check_view(kPlace, "logits", verify.logits, logits, {requests, k + 1, model.vocab}, device); !s.ok())
-    return s;
-  if (auto s = check_view(kPlace, "emitted", verify.emitted, DType::kI32, {requests, k + 1}, device); !s.ok()) return s;
-  if (auto s = check_view(kPlace, "accepted", verify.accepted, DType::kI32, {requests}, device); !s.ok()) return s;
+  const DType logits = verify.logits.dtype;
+  if (logits != DType::kF32 && logits != DType::kBF16)
+    return refusal(StatusCode::kUnsupported, kPlace, "logits.dtype", dtype_name(logits), "F32, BF16",
+                   "keep the target's logits in one of these");
+  const auto check = [&](const char* name, const TensorView& view, DType dtype, Sizes sizes) {
+    return check_view(kPlace, name, view, dtype, sizes, device,
+                      "R is the size of batch.request, k that of the limits, V the vocab_size");
+  };
+  if (auto s = check("draft_ids", verify.draft_ids, DType::kI32, {requests, k}); !s.ok()) return s;
+  if (auto s = check("logits", verify.logits, logits, {requests, k + 1, model.vocab}); !s.ok()) return s;
+  if (auto s = check("emitted", verify.emitted, DType::kI32, {requests, k + 1}); !s.ok()) return s;
+  if (auto s = check("accepted", verify.accepted, DType::kI32, {requests}); !s.ok()) return s;
   if (!verify.one_hot && !model.probabilistic)
     return refusal(StatusCode::kInvalidArgument, kPlace, "one_hot", "false", "true in greedy draft mode",
                    "greedy drafts are chosen, not drawn");
@@ -303,19 +387,26 @@ Status check_verify(const StepContract& contract, const VerifyBatch& verify, std
   if (step->emitted_stride < k + 1) return meets("emitted", verify.emitted);
   if (step->logits_row_stride < model.vocab || step->logits_request_stride < model.vocab)
     return meets("logits", verify.logits);
-  if (requests > 0 && step->draft_ids < step->emitted + (requests - 1) * step->emitted_stride + k + 1 &&
-      step->emitted < step->draft_ids + (requests - 1) * step->draft_ids_stride + k)
-    return refusal(StatusCode::kOverlap, kPlace, "emitted", to_string(verify.emitted),
-                   "memory that does not meet draft_ids", "give emitted its own memory");
+  const std::array<Named, 3> outputs = {
+      {{"emitted", &verify.emitted}, {"accepted", &verify.accepted}, {"batch.step", &batch.step}}};
+  const std::array<Named, 8> inputs = {{{"draft_ids", &verify.draft_ids},
+                                        {"logits", &verify.logits},
+                                        {"batch.request", &batch.request},
+                                        {"batch.temperature", &batch.temperature},
+                                        {"batch.seed", &batch.seed},
+                                        {"output().first_position", &own.first_position},
+                                        {"output().draft_logits", &own.draft_logits},
+                                        {"output().status", &own.status}}};
+  if (auto s = check_apart(kPlace, outputs, inputs); !s.ok()) return s;
   step->one_hot = verify.one_hot;
   step->method = verify.method;
   return {};
 }
 
-bool taps_are_one_buffer(std::span<const Tap> taps, std::int64_t width) {
+bool taps_are_one_buffer(std::span<const Tap> taps, std::int64_t rows, std::int64_t width) {
   for (std::size_t i = 1; i < taps.size(); ++i)
     if (taps[i].data != taps[i - 1].data + width || taps[i].stride != taps[0].stride) return false;
-  return taps[0].stride >= width * static_cast<std::int64_t>(taps.size());
+  return rows <= 1 || taps[0].stride >= width * static_cast<std::int64_t>(taps.size());
 }
 
 }  // namespace twostep

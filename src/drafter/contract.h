@@ -32,9 +32,11 @@ struct StepContract {
 // Of the step calls. Text is made only when they refuse.
 Status check_batch(const StepContract& contract, const DraftBatch& batch, const char* place, StepBatch* step);
 Status check_taps(const StepContract& contract, std::span<const TensorView> taps, std::int64_t rows, Tap* out);
-Status check_verify(const StepContract& contract, const VerifyBatch& verify, std::int64_t requests, VerifyStep* step);
+// After check_batch, which checked `batch`. `own`: what `draft` left.
+Status check_verify(const StepContract& contract, const DraftBatch& batch, const VerifyBatch& verify,
+                    const DraftOutput& own, std::int64_t requests, VerifyStep* step);
 
-// True where the taps are adjacent windows of one [T, taps * H_t] buffer, in order.
-bool taps_are_one_buffer(std::span<const Tap> taps, std::int64_t width);
+// True where the taps are adjacent windows of one [T, taps * H_t] buffer, in order. Of one row no stride counts.
+bool taps_are_one_buffer(std::span<const Tap> taps, std::int64_t rows, std::int64_t width);
 
 }  // namespace twostep

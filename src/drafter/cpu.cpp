@@ -131,7 +131,9 @@ class CpuPhases final : public StepPhases {
 #pragma omp parallel for num_threads(threads_)
     for (std::int64_t i = 0; i < batch.requests * m_.k; ++i) {
       std::uint16_t* residual = b_.residual + i * m_.hidden;
-      std::copy_n(w_.embed + b_.ids[i] * w_.embed_stride, m_.hidden, residual);
+      const std::int64_t row = b_.ids[i] - w_.embed_first;
+      if (row >= 0 && row < w_.embed_rows) std::copy_n(w_.embed + row * w_.embed_stride, m_.hidden, residual);
+      else std::fill_n(residual, m_.hidden, std::uint16_t{0});
       rms_norm(residual, w_.layers[0].input_norm, m_.hidden, m_.eps, b_.x + i * m_.hidden);
     }
   }

@@ -45,8 +45,10 @@ const KernelText& text_of(StepKernel kernel) {
        "cache_context<Model>(batch, kv, caches, norms, cache, frequency, status)", kRowThreads, "kRowThreads == 256"},
       {"queries", "block", "Batch batch, Cache cache, i32* ids, i64* position, i64* end, i64* first, i32* status",
        "queries<Model>(batch, cache, ids, position, end, first, status)", kRowThreads, "kRowThreads == 256"},
-      {"embed", "block", "const i32* ids, const u16* table, i64 table_stride, const float* norm, u16* residual, u16* x",
-       "embed<Model>(ids, table, table_stride, norm, residual, x)", kRowThreads, "kRowThreads == 256"},
+      {"embed", "block",
+       "const i32* ids, const u16* table, i64 table_stride, i64 first, i64 rows, const float* norm, u16* residual, "
+       "u16* x",
+       "embed<Model>(ids, table, table_stride, first, rows, norm, residual, x)", kRowThreads, "kRowThreads == 256"},
       {"add_norm", "block", "const u16* o, const float* norm, u16* residual, u16* out",
        "add_norm<Model>(o, norm, residual, out)", kRowThreads, "kRowThreads == 256"},
       {"latents", "block",
@@ -178,7 +180,9 @@ class DevicePhases final : public StepPhases {
   }
 
   void embed(const StepBatch& batch, Stream stream) override {
-    void* arguments[] = {&b_.ids, &w_.embed, &w_.embed_stride, &w_.layers[0].input_norm, &b_.residual, &b_.x};
+    void* arguments[] = {&b_.ids,         &w_.embed,      &w_.embed_stride,
+                         &w_.embed_first, &w_.embed_rows, &w_.layers[0].input_norm,
+                         &b_.residual,    &b_.x};
     launch(StepKernel::kEmbed, {batch.requests * m_.k, 1, 1}, stream, arguments);
   }
 

@@ -79,7 +79,8 @@ struct DsparkDrafter::Impl {
     if (memory.embed_tokens) check_lent("memory.embed_tokens", *memory.embed_tokens, m.vocab, config, device);
     if (memory.lm_head) check_lent("memory.lm_head", *memory.lm_head, m.shard_vocab, config, device);
     if (memory.lm_head) std::erase_if(linears, [](const StepLinear& linear) { return linear.name == "lm_head"; });
-    // What is missing is told before gigabytes are read.
+    // What is missing or has changed is told before gigabytes are read.
+    files.checkpoint().require_unchanged();
     for (const auto& linear : linears)
       for (const auto& part : linear.parts) (void)files.checkpoint().tensor(part.tensor);
     if (!memory.embed_tokens) (void)files.checkpoint().tensor("embed_tokens.weight");
@@ -87,6 +88,7 @@ struct DsparkDrafter::Impl {
     phases = given ? std::move(given) : device.is_cuda() ? make_cuda_phases(device) : make_cpu_phases();
     bytes_in_all = bytes_to_load(!memory.embed_tokens);
     load(memory);
+    files.checkpoint().require_unchanged();  // what was read is of one file
     make_buffers();
     phases->prepare(m, weights, buffers, cache, contract.limits.request_counts.back());
     prepare_linears();
@@ -97,7 +99,7 @@ struct DsparkDrafter::Impl {
   std::uint64_t bytes_to_load(bool embedding) const {
     const StepModel& m = contract.model;
     std::int64_t bytes = (m.layers * m.heads * (m.nope + m.v) * m.kv_lora + (m.vocab + m.shard_vocab) * m.markov_rank +
-                          (embedding ? m.vocab * m.hidden : 0)) *
+                          (embedding ? m.shard_vocab * m.hidden : 0)) *
                          2;
     for (const auto& linear : linears) bytes += linear.weight_bytes();
     return static_cast<std::uint64_t>(bytes);
@@ -120,7 +122,8 @@ struct DsparkDrafter::Impl {
       read_weight(linear, files.checkpoint(), {to, count});
     }
     weight_bytes += 2 * static_cast<std::int64_t>(count);
-    if (report) report(static_cast<std::uint64_t>(weight_bytes), bytes_in_all);
+    bytes_done += 2 * count;
+    if (report) report(bytes_done, bytes_in_all);
     return to;
   }
   std::uint16_t* load_rows(const std::string& tensor, std::int64_t first, std::int64_t rows, std::int64_t width) {
@@ -182,12 +185,15 @@ struct DsparkDrafter::Impl {
     weights.calibration = load_floats(contract.limits.calibration);
     weights.inverse_frequency = load_floats(make_rope(config).inverse_frequency);
 
-    weights.embed_stride = m.hidden;
     if (memory.embed_tokens) {
       weights.embed = static_cast<const std::uint16_t*>(memory.embed_tokens->data);
-      if (m.vocab > 1) weights.embed_stride = memory.embed_tokens->stride[0];
+      weights.embed_stride = memory.embed_tokens->stride[0];  // of 8 rows or more
+      weights.embed_rows = m.vocab;
     } else {
-      weights.embed = load_rows("embed_tokens.weight", 0, m.vocab, m.hidden);
+      weights.embed = load_rows("embed_tokens.weight", m.first_token, m.shard_vocab, m.hidden);
+      weights.embed_stride = m.hidden;
+      weights.embed_first = m.first_token;
+      weights.embed_rows = m.shard_vocab;
     }
     TensorView head = memory.lm_head.value_or(TensorView{});
     if (!memory.lm_head) head = TensorView::matrix(load_matrix(linears.back()), m.shard_vocab, m.hidden, device);
@@ -295,11 +301,12 @@ struct DsparkDrafter::Impl {
     const StepModel& m = contract.model;
     const bool aligned =  // as DraftGemm's kernels want a row
         !device.is_cuda() || (reinterpret_cast<std::uintptr_t>(taps[0].data) % 16 == 0 && taps[0].stride % 8 == 0);
-    const bool in_place = aligned && !weights.fc_norm && taps_are_one_buffer(taps, m.target_hidden);
+    const bool in_place = aligned && !weights.fc_norm && taps_are_one_buffer(taps, batch.rows, m.target_hidden);
     if (!in_place) phases->gather_taps(batch, taps.data(), stream);
     done(Stage::kTaps, stream);
     const std::uint16_t* x = in_place ? taps[0].data : buffers.taps;
-    const std::int64_t x_stride = in_place ? taps[0].stride : m.taps * m.target_hidden;
+    const std::int64_t packed = m.taps * m.target_hidden;
+    const std::int64_t x_stride = in_place && batch.rows > 1 ? taps[0].stride : packed;
     context_proj->run(x, batch.rows, buffers.context + shard.rank * m.context_rows, stream, x_stride,
                       buffers.context_width);
     done(Stage::kContextProj, stream);
@@ -382,8 +389,8 @@ struct DsparkDrafter::Impl {
   const DrafterShard shard;
   const std::function<void(std::uint64_t, std::uint64_t)> report;
   StepContract contract;
-  std::vector<StepLinear> linears;  // where each weight is in the checkpoint
-  std::uint64_t bytes_in_all = 0;
+  std::vector<StepLinear> linears;                 // where each weight is in the checkpoint
+  std::uint64_t bytes_done = 0, bytes_in_all = 0;  // of matrices, for `report`
   std::int64_t weight_bytes = 0;
   std::unique_ptr<StepPhases> phases;  // owns the memory below
   StepWeights weights;
@@ -404,9 +411,10 @@ DsparkDrafter prepare_on(std::unique_ptr<StepPhases> phases, const DrafterWeight
 }
 void sample_again(DsparkDrafter& drafter, const DraftBatch& batch) {
   StepBatch step;
-  throw_if_error(check_batch(drafter.impl().contract, batch, "drafter.draft", &step));
-  drafter.impl().phases->sample(step, {});
-  if (drafter.impl().weights.confidence) drafter.impl().phases->confidence(step, {});
+  DsparkDrafter::Impl& impl = drafter.impl();
+  throw_if_error(check_batch(impl.contract, batch, "drafter.draft", &step));
+  impl.phases->sample(step, {});
+  if (impl.weights.confidence) impl.phases->confidence(step, {});  // it reads the tokens
 }
 TensorView stage_result(const DsparkDrafter& drafter, Stage stage) {
   const DsparkDrafter::Impl& impl = drafter.impl();
@@ -450,7 +458,7 @@ void DsparkDrafter::verify(const DraftBatch& batch, const VerifyBatch& verify, S
   StepBatch step;
   throw_if_error(check_batch(impl_->contract, batch, "drafter.verify", &step));
   VerifyStep what;
-  throw_if_error(check_verify(impl_->contract, verify, step.requests, &what));
+  throw_if_error(check_verify(impl_->contract, batch, verify, impl_->output, step.requests, &what));
   impl_->verify(step, what, stream);
 }
 

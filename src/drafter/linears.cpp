@@ -13,13 +13,15 @@ namespace {
 constexpr const char* kPlace = "drafter.linears";
 
 void check_shard(const DrafterConfig& config, int tp, int rank) {
-  if (tp < 1) fail(StatusCode::kInvalidArgument, kPlace, "tp", std::to_string(tp), "1 or more");
+  if (tp < 1)
+    fail(StatusCode::kInvalidArgument, kPlace, "tp", std::to_string(tp), "1 or more", "1 is one GPU with all weights");
   if (rank < 0 || rank >= tp)
-    fail(StatusCode::kInvalidArgument, kPlace, "rank", std::to_string(rank), fmt::format("0 to {}", tp - 1));
+    fail(StatusCode::kInvalidArgument, kPlace, "rank", std::to_string(rank), fmt::format("0 to {}", tp - 1),
+         "ranks are counted from 0");
   const auto divides = [&](std::int64_t size, const char* field) {
     if (size % tp != 0)
       fail(StatusCode::kInvalidArgument, kPlace, "tp", std::to_string(tp),
-           fmt::format("divisors of {} = {}", field, size));
+           fmt::format("divisors of {} = {}", field, size), "shares are whole: choose another number of ranks");
   };
   divides(config.num_attention_heads, "num_attention_heads");
   divides(config.intermediate_size, "intermediate_size");
@@ -113,26 +115,6 @@ void read_weight(const StepLinear& linear, const Checkpoint& checkpoint, std::sp
     const std::int64_t rows = std::min(kRowsAtOnce, linear.n - row);
     read_rows(linear, checkpoint, row,
               out.subspan(static_cast<std::size_t>(row * linear.k), static_cast<std::size_t>(rows * linear.k)));
-  }
-}
-
-void require_finite(const StepLinear& linear, std::span<const std::uint16_t> weight) {
-  constexpr std::uint16_t kExponent = 0x7f80;
-  const auto count = static_cast<std::int64_t>(weight.size());
-  const std::uint16_t* const data = weight.data();
-  std::int64_t first = count;
-#pragma omp parallel for reduction(min : first)
-  for (std::int64_t i = 0; i < count; ++i)
-    if ((data[i] & kExponent) == kExponent) first = std::min(first, i);
-  if (first == count) return;
-  std::int64_t row = first / linear.k;
-  for (const auto& part : linear.parts) {
-    if (row < part.rows)
-      fail(StatusCode::kDataError, "drafter.weight", part.tensor,
-           fmt::format("{} in row {}, column {}", (data[first] & 0x7f) != 0 ? "NaN" : "infinity", part.first_row + row,
-                       part.first_column + first % linear.k),
-           "finite weights", "the checkpoint is damaged, or its training diverged");
-    row -= part.rows;
   }
 }
 

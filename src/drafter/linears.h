@@ -47,7 +47,4 @@ void read_rows(const StepLinear& linear, const Checkpoint& checkpoint, std::int6
 // The whole slice [n, k], packed; in parallel.
 void read_weight(const StepLinear& linear, const Checkpoint& checkpoint, std::span<std::uint16_t> out);
 
-// Throws kDataError with tensor, row and column where the slice holds NaN or infinity: no product of it can be judged.
-void require_finite(const StepLinear& linear, std::span<const std::uint16_t> weight);
-
 }  // namespace twostep

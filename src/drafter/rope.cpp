@@ -27,7 +27,13 @@ Rope make_rope(const DrafterConfig& config) {
   const RopeParameters& r = config.rope;
   const bool yarn = r.rope_type != "default";
   const auto d = static_cast<double>(config.qk_rope_head_dim);
+  const auto width = static_cast<double>(config.qk_nope_head_dim + config.qk_rope_head_dim);
   Rope rope;
+  if (config.mla_use_nope) {  // turned by no angle
+    rope.inverse_frequency.assign(static_cast<std::size_t>(config.qk_rope_head_dim / 2), 0.0f);
+    rope.softmax_scale = static_cast<float>(1 / std::sqrt(width));
+    return rope;
+  }
   for (std::int64_t i = 0; i < config.qk_rope_head_dim / 2; ++i) {
     const auto pair = static_cast<double>(i);
     const double frequency = std::pow(r.rope_theta, -2 * pair / d);
@@ -36,7 +42,6 @@ Rope make_rope(const DrafterConfig& config) {
   }
   const double all = yarn ? magnitude(r.mscale_all_dim, r.factor) : 1;
   rope.amplitude = static_cast<float>(yarn ? magnitude(r.mscale, r.factor) / all : 1);
-  const auto width = static_cast<double>(config.qk_nope_head_dim + config.qk_rope_head_dim);
   rope.softmax_scale = static_cast<float>(all * all / std::sqrt(width));
   return rope;
 }

@@ -48,7 +48,8 @@ class StageObserver {
   virtual void done(Stage stage, Stream stream) = 0;
 };
 
-// DsparkDrafter::prepare over phases that are given, on host memory; and its sampling once more: for tests.
+// DsparkDrafter::prepare over phases that are given, on host memory; and its sampling once more, with the confidence of
+// the new tokens: for tests.
 DsparkDrafter prepare_on(std::unique_ptr<StepPhases> phases, const DrafterWeights& weights, const DrafterLimits& limits,
                          const DrafterTarget& target, const DrafterMemory& memory, DrafterShard shard);
 void sample_again(DsparkDrafter& drafter, const DraftBatch& batch);

@@ -107,8 +107,10 @@ struct StepWeights {
   const float* fc_norm = nullptr;  // [taps, H_t]; null: off
   const float* context_norm = nullptr;
   const float* final_norm = nullptr;
-  const std::uint16_t* embed = nullptr;  // [V, H], rows embed_stride apart
-  std::int64_t embed_stride = 0;
+  const std::uint16_t* embed = nullptr;  // [embed_rows, H] from token embed_first on, rows embed_stride apart; other
+  std::int64_t embed_stride = 0;         // tokens are another rank's and count as zero
+  std::int64_t embed_first = 0;
+  std::int64_t embed_rows = 0;
   const std::uint16_t* markov_w1 = nullptr;  // [V, r]
   const std::uint16_t* markov_w2 = nullptr;  // [shard_vocab, r]
   const float* confidence = nullptr;         // [H (+ r)], then the bias; null: no head

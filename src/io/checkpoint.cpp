@@ -165,8 +165,12 @@ Checkpoint::Checkpoint(DrafterConfig config, TensorSet drafter, TensorSet target
     tensors_.tensors.insert(target.tensors.extract(found));
   }
   throw_if_any(problems);
-  tensors_.mappings = std::move(drafter.mappings);
-  tensors_.mappings.insert(tensors_.mappings.end(), target.mappings.begin(), target.mappings.end());
+  tensors_.files = std::move(drafter.files);
+  tensors_.files.insert(tensors_.files.end(), target.files.begin(), target.files.end());
+}
+
+void Checkpoint::require_unchanged() const {
+  for (const auto& file : tensors_.files) file->require_unchanged();
 }
 
 const StoredTensor& Checkpoint::tensor(const std::string& name) const {

@@ -45,6 +45,9 @@ class Checkpoint {
   // A tensor by its name of 3.1. Throws kDataError where the checkpoint has none.
   const StoredTensor& tensor(const std::string& name) const;
 
+  // Before weights are read. Throws kDataError where a file was cut or written since it was opened.
+  void require_unchanged() const;
+
  private:
   DrafterConfig config_;
   TensorSet tensors_;

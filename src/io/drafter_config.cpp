@@ -120,7 +120,6 @@ void refuse_unserved(Fields& fields) {
     const json* value = fields.find(key);
     if (value && *value != served) fields.unsupported(key, value, accepted);
   };
-  only("mla_use_nope", false, "false: the draft attention is rotary");
   only("markov_head_type", "vanilla", "vanilla");
   only("sample_from_anchor", true, "true");
   only("attention_bias", false, "false: projections without bias");
@@ -159,6 +158,17 @@ void read_sizes(Fields& fields, DrafterConfig& c) {
   }
 }
 
+// Who takes a drafter without rope says so; a file cannot.
+void read_nope(Fields& fields, const json& overrides, DrafterConfig& c) {
+  fields.flag("mla_use_nope", c.mla_use_nope);
+  (void)fields.raw("allow_nope");  // a key that the overrides may have
+  const auto allow = overrides.find("allow_nope");
+  if (allow != overrides.end() && !allow->is_boolean()) fields.invalid("allow_nope", &*allow, "true or false");
+  if (c.mla_use_nope && (allow == overrides.end() || *allow != true))
+    fields.unsupported("mla_use_nope", fields.find("mla_use_nope"), "false: the draft attention is rotary",
+                       "set allow_nope in the overrides if the drafter was trained without rope");
+}
+
 void read_switches(Fields& fields, DrafterConfig& c) {
   fields.flag("mla_use_output_gate", c.mla_use_output_gate);
   fields.flag("is_neox_style", c.is_neox_style);
@@ -181,13 +191,17 @@ void read_rope(Fields& fields, DrafterConfig& c) {
   fields.number("rope_theta", rope.rope_theta, 1, false);
   const char* key = fields.find("rope_parameters") ? "rope_parameters" : "rope_scaling";
   const json* block = fields.find(key);
+  if (c.mla_use_nope) return;
   if (!block || !block->is_object()) {
     fields.invalid("rope_parameters", block, "an object", "without it plain rope would be silently wrong");
     return;
   }
   Fields inner({block});
   inner.number("rope_theta", rope.rope_theta, 1, false);
-  inner.word(inner.find("rope_type") ? "rope_type" : "type", rope.rope_type, {"default", "yarn", "deepseek_yarn"});
+  const char* type = inner.find("type") && !inner.find("rope_type") ? "type" : "rope_type";
+  if (!inner.find(type))
+    inner.invalid(type, nullptr, "default, yarn, deepseek_yarn", "without it plain rope would be silently wrong");
+  inner.word(type, rope.rope_type, {"default", "yarn", "deepseek_yarn"});
   inner.number("factor", rope.factor, 1, true);
   inner.integer("original_max_position_embeddings", rope.original_max_position_embeddings, 1, std::int64_t{1} << 31);
   inner.number("beta_slow", rope.beta_slow, 0, false);
@@ -285,6 +299,7 @@ DrafterConfig DrafterConfig::from_json(std::string_view text, std::string_view o
   read_family(fields);
   refuse_unserved(fields);
   read_sizes(fields, config);
+  read_nope(fields, over, config);
   read_switches(fields, config);
   read_rope(fields, config);
   read_taps(fields, config);
@@ -312,6 +327,7 @@ std::string DrafterConfig::to_json() const {
       {"qk_nope_head_dim", qk_nope_head_dim},
       {"qk_rope_head_dim", qk_rope_head_dim},
       {"v_head_dim", v_head_dim},
+      {"mla_use_nope", mla_use_nope},
       {"mla_use_output_gate", mla_use_output_gate},
       {"hidden_act", hidden_act},
       {"activation_situ_beta", activation_situ_beta},
@@ -344,14 +360,22 @@ std::string DrafterConfig::to_json() const {
   if (confidence_head_with_markov) out["confidence_head_with_markov"] = *confidence_head_with_markov;
   if (block_size) out["block_size"] = *block_size;
 
-  // One switch where all layers agree; else only layer types can say it.
+  // One switch where all layers agree; else only layer types can say it: the sliding layers are then the causal ones.
   const bool all = std::find(causal.begin(), causal.end(), false) == causal.end();
   const bool none = std::find(causal.begin(), causal.end(), true) == causal.end();
   if (all || none) out["is_causal"] = all;
   std::vector<std::string> types;
-  for (const auto& window : sliding_window) {
-    types.push_back(window ? "sliding_attention" : "full_attention");
+  for (std::size_t i = 0; i < sliding_window.size(); ++i) {
+    const auto& window = sliding_window[i];
+    if (!all && !none && causal[i] != window.has_value())
+      fail(StatusCode::kUnsupported, kPlace, fmt::format("causal[{}]", i), causal[i] ? "true" : "false",
+           "one value for all layers, or true in just the sliding ones", "a config.json cannot say another mix");
+    if (window && out.contains("sliding_window") && out["sliding_window"] != *window)
+      fail(StatusCode::kUnsupported, kPlace, fmt::format("sliding_window[{}]", i), std::to_string(*window),
+           fmt::format("{}, as in the layer before", out["sliding_window"].dump()),
+           "a config.json has one window for all sliding layers");
     if (window) out["sliding_window"] = *window;
+    types.push_back(window ? "sliding_attention" : "full_attention");
   }
   if (out.contains("sliding_window")) out["layer_types"] = types;
   return out.dump(2) + "\n";

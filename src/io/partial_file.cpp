@@ -14,8 +14,11 @@
 
 namespace twostep {
 
-PartialFile::PartialFile(std::filesystem::path file, std::string place)
-    : file_(std::move(file)), partial_(file_.string() + ".partial"), place_(std::move(place)) {
+PartialFile::PartialFile(std::filesystem::path file, std::string place, std::string option)
+    : file_(std::move(file)),
+      partial_(file_.string() + ".partial"),
+      place_(std::move(place)),
+      option_(std::move(option)) {
   while (!open_locked()) {
   }
   if (::ftruncate(descriptor_, 0) == 0) return;
@@ -40,10 +43,10 @@ bool PartialFile::open_locked() {
   if (error == 0 && regular && same) return true;
   ::close(descriptor_);
   if (error == EWOULDBLOCK)
-    fail(StatusCode::kUnavailable, place_, file_.string(), "another process is writing it", "one writer at a time",
-         "wait for it, or choose another folder");
+    refuse("another process is writing it", "one writer at a time", "wait for it, or choose another folder");
   if (error != 0) refuse("flock", error);
-  if (!regular) fail(StatusCode::kUnavailable, place_, partial_.string(), "not a regular file", "a file, or none");
+  if (!regular)
+    refuse(partial_.filename().string() + " is not a regular file", "a file of that name, or none", "remove it");
   return false;
 }
 
@@ -53,9 +56,15 @@ PartialFile::~PartialFile() {
   ::close(descriptor_);
 }
 
+void PartialFile::refuse(std::string what, std::string accepted, std::string remedy) const {
+  if (!option_.empty()) what = file_.string() + ": " + what;
+  fail(StatusCode::kUnavailable, place_, option_.empty() ? file_.string() : option_, std::move(what),
+       std::move(accepted), std::move(remedy));
+}
+
 void PartialFile::refuse(const char* call, int error) const {
-  fail(StatusCode::kUnavailable, place_, file_.string(), fmt::format("{}: {}", call, std::strerror(error)),
-       "a folder that can be written and has room", "nothing was left behind; free space or choose another folder");
+  refuse(fmt::format("{}: {}", call, std::strerror(error)), "a folder that can be written and has room",
+         "nothing was left behind; free space or choose another folder");
 }
 
 void PartialFile::reserve(std::uint64_t bytes) {

@@ -14,7 +14,8 @@ namespace twostep {
 // the system's text; nothing is left.
 class PartialFile {
  public:
-  PartialFile(std::filesystem::path file, std::string place);  // `place` of the refusals
+  // `place` of the refusals, and the option that named the file; without one the file is their argument.
+  PartialFile(std::filesystem::path file, std::string place, std::string option = {});
   PartialFile(const PartialFile&) = delete;
   PartialFile& operator=(const PartialFile&) = delete;
   ~PartialFile();  // without publish(): removes the partial file
@@ -26,11 +27,13 @@ class PartialFile {
 
  private:
   bool open_locked();  // false: the file was renamed or removed between open and lock
+  [[noreturn]] void refuse(std::string what, std::string accepted, std::string remedy) const;
   [[noreturn]] void refuse(const char* call, int error) const;
 
   std::filesystem::path file_;
   std::filesystem::path partial_;
   std::string place_;
+  std::string option_;
   int descriptor_ = -1;
 };
 

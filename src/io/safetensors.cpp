@@ -12,6 +12,7 @@
 #include <cstring>
 #include <optional>
 #include <set>
+#include <utility>
 
 #include "core/check.h"
 #include "io/json.h"
@@ -131,15 +132,19 @@ struct Descriptor {
   }
 };
 
-std::uint64_t size_of(int descriptor, const std::string& name, const std::string& place) {
+struct stat facts_of(int descriptor, const std::string& name, const std::string& place) {
   struct stat facts {};
   if (::fstat(descriptor, &facts) != 0 || !S_ISREG(facts.st_mode))
     fail(StatusCode::kDataError, place, name, "not a regular file", "a file");
-  return static_cast<std::uint64_t>(facts.st_size);
+  return facts;
+}
+
+std::int64_t last_write(const struct stat& facts) {
+  return std::int64_t{1'000'000'000} * facts.st_mtim.tv_sec + facts.st_mtim.tv_nsec;
 }
 
 int open_file(const std::filesystem::path& file, const std::string& place) {
-  // O_NONBLOCK: opening a FIFO must not wait for its writer; size_of refuses it.
+  // O_NONBLOCK: opening a FIFO must not wait for its writer; facts_of refuses it.
   const int descriptor = ::open(file.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
   if (descriptor < 0) fail(StatusCode::kDataError, place, file.string(), std::strerror(errno), "a readable file");
   return descriptor;
@@ -177,16 +182,36 @@ TensorSet parse_safetensors(std::span<const std::byte> bytes, const std::string&
   return set;
 }
 
+MappedFile::MappedFile(const std::filesystem::path& file) : file_(file.string()) {
+  Descriptor descriptor{open_file(file, kPlace)};
+  const struct stat facts = facts_of(descriptor.value, file_, kPlace);
+  size_ = static_cast<std::uint64_t>(facts.st_size);
+  written_ = last_write(facts);
+  if (size_ == 0) damaged(file_, "", "0 bytes", "at least 8, the header length");
+  address_ = ::mmap(nullptr, size_, PROT_READ, MAP_PRIVATE, descriptor.value, 0);
+  if (address_ == MAP_FAILED)
+    fail(StatusCode::kOutOfMemory, kPlace, file_, std::strerror(errno), fmt::format("{} bytes mapped", size_));
+  descriptor_ = std::exchange(descriptor.value, -1);
+}
+
+MappedFile::~MappedFile() {
+  ::munmap(address_, size_);
+  ::close(descriptor_);
+}
+
+void MappedFile::require_unchanged() const {
+  const struct stat now = facts_of(descriptor_, file_, kPlace);
+  const auto size = static_cast<std::uint64_t>(now.st_size);
+  if (size == size_ && last_write(now) == written_) return;
+  fail(StatusCode::kDataError, kPlace, file_,
+       size == size_ ? "written since it was opened" : fmt::format("{} bytes now", size),
+       fmt::format("the {} bytes that were opened", size_), "load the checkpoint again when the file is whole");
+}
+
 TensorSet open_safetensors(const std::filesystem::path& file) {
-  const Descriptor descriptor{open_file(file, kPlace)};
-  const std::uint64_t size = size_of(descriptor.value, file.string(), kPlace);
-  if (size == 0) damaged(file.string(), "", "0 bytes", "at least 8, the header length");
-  void* address = ::mmap(nullptr, size, PROT_READ, MAP_PRIVATE, descriptor.value, 0);
-  if (address == MAP_FAILED)
-    fail(StatusCode::kOutOfMemory, kPlace, file.string(), std::strerror(errno), fmt::format("{} bytes mapped", size));
-  const std::shared_ptr<const void> mapping(address, [size](const void* p) { ::munmap(const_cast<void*>(p), size); });
-  TensorSet set = parse_safetensors({static_cast<const std::byte*>(address), size}, file.string());
-  set.mappings.push_back(mapping);
+  auto mapped = std::make_shared<const MappedFile>(file);
+  TensorSet set = parse_safetensors(mapped->bytes(), file.string());
+  set.files.push_back(std::move(mapped));
   return set;
 }
 
@@ -218,14 +243,14 @@ TensorSet open_safetensors_folder(const std::filesystem::path& folder) {
       all.tensors.emplace(name, std::move(tensor));
     }
     all.metadata = std::move(part.metadata);
-    all.mappings.insert(all.mappings.end(), part.mappings.begin(), part.mappings.end());
+    all.files.insert(all.files.end(), part.files.begin(), part.files.end());
   }
   return all;
 }
 
 std::string read_text(const std::filesystem::path& file, const std::string& place) {
   const Descriptor descriptor{open_file(file, place)};
-  const std::uint64_t size = size_of(descriptor.value, file.string(), place);
+  const auto size = static_cast<std::uint64_t>(facts_of(descriptor.value, file.string(), place).st_size);
   if (size > kLargestHeader)
     fail(StatusCode::kDataError, place, file.string(), fmt::format("{} bytes", size), "at most 100 MB");
   std::string text(size, '\0');

@@ -28,11 +28,32 @@ struct StoredTensor {
   std::string file;
 };
 
-// Tensors by name, and what keeps their memory alive. Copies share the mappings.
+// A file mapped read-only. It stays open, so that a file that takes its name is no matter: this one is still read.
+class MappedFile {
+ public:
+  explicit MappedFile(const std::filesystem::path& file);
+  MappedFile(const MappedFile&) = delete;
+  MappedFile& operator=(const MappedFile&) = delete;
+  ~MappedFile();
+
+  std::span<const std::byte> bytes() const { return {static_cast<const std::byte*>(address_), size_}; }
+  // Throws kDataError where the file was cut or written since it was mapped: its bytes would be those of two files, or
+  // raise SIGBUS.
+  void require_unchanged() const;
+
+ private:
+  std::string file_;
+  int descriptor_ = -1;
+  std::uint64_t size_ = 0;
+  std::int64_t written_ = 0;  // time of the last write, ns
+  void* address_ = nullptr;
+};
+
+// Tensors by name, and what keeps their memory alive. Copies share the files.
 struct TensorSet {
   std::map<std::string, StoredTensor> tensors;
-  std::map<std::string, std::string> metadata;        // the header's __metadata__, of the last file
-  std::vector<std::shared_ptr<const void>> mappings;  // empty where the caller owns the memory
+  std::map<std::string, std::string> metadata;           // the header's __metadata__, of the last file
+  std::vector<std::shared_ptr<const MappedFile>> files;  // empty where the caller owns the memory
 };
 
 // Views of a file that is already in memory; `bytes` must outlive them. Checked before any view is made: header
@@ -41,7 +62,7 @@ struct TensorSet {
 // messages only.
 TensorSet parse_safetensors(std::span<const std::byte> bytes, const std::string& file);
 
-// Maps the file read-only. A file that is cut while it is mapped raises SIGBUS on access, as with every mmap.
+// Maps the file. One that is cut while its tensors are read raises SIGBUS, as with every mmap: see require_unchanged.
 TensorSet open_safetensors(const std::filesystem::path& file);
 
 // `folder`/model.safetensors, or the files named by `folder`/model.safetensors.index.json. The index and the

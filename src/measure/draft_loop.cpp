@@ -26,18 +26,19 @@ std::uint64_t toy_base(std::uint64_t seed, std::int64_t a, std::int64_t b, std::
 }
 
 void check(const DraftLoopOptions& o, const DrafterConfig& config) {
-  const auto within = [](const char* name, std::int64_t value, std::int64_t low, std::int64_t high) {
+  const auto within = [](const char* name, std::int64_t value, std::int64_t low, std::int64_t high,
+                         const char* remedy = "") {
     if (value < low || value > high)
-      fail(StatusCode::kInvalidArgument, "draft", name, std::to_string(value), fmt::format("{} to {}", low, high));
+      fail(StatusCode::kInvalidArgument, "draft", name, std::to_string(value), fmt::format("{} to {}", low, high),
+           remedy);
   };
   within("requests", o.requests, 1, 512);
   within("draft-tokens", o.draft_tokens, 1, kMaxDraftTokens);
-  within("steps", o.steps, 1, 1'000'000);
-  const std::int64_t drafted = o.steps * (o.draft_tokens + 1) + 1;  // positions that the steps may reach
-  within("context", o.context, 2, std::max<std::int64_t>(2, config.max_position_embeddings - drafted));
-  if (o.context + drafted > config.max_position_embeddings)
-    fail(StatusCode::kInvalidArgument, "draft", "steps", std::to_string(o.steps),
-         fmt::format("steps that stay below max_position_embeddings = {}", config.max_position_embeddings));
+  // A step may reach draft_tokens + 1 positions, and the last one drafts beyond. What is left after it is for steps.
+  const std::int64_t per_step = o.draft_tokens + 1, room = config.max_position_embeddings - 1;
+  within("context", o.context, 2, room - per_step, "leave room for one step below max_position_embeddings");
+  within("steps", o.steps, 1, std::min<std::int64_t>(1'000'000, (room - o.context) / per_step),
+         "shorten the context, or take another max_position_embeddings");
   if (o.temperature > 0 && o.shard.ranks > 1)
     fail(StatusCode::kUnsupported, "draft", "temperature", fmt::format("{}", o.temperature), "0 with tp above 1",
          "draft logits of one rank are no law over the vocabulary");
@@ -173,6 +174,7 @@ DraftLoop::DraftLoop(const DrafterWeights& weights, const DraftLoopOptions& opti
   const DrafterConfig& config = weights.config();
   check(options, config);
   const auto requests = static_cast<std::size_t>(options.requests);
+  status_.assign(requests, 0);
   const std::int64_t verified = options.draft_tokens + 1;
   const Device device = machine_->device();
 
@@ -285,6 +287,13 @@ void DraftLoop::ingest(std::int64_t rows, const std::vector<std::int64_t>& first
       b_->positions.host[static_cast<std::size_t>(r * rows + i)] = first_positions[static_cast<std::size_t>(r)] + i;
   b_->write(*machine_);
   timed([&] { enqueue(Call::kIngest); });
+  keep_status();
+}
+
+void DraftLoop::keep_status() {
+  std::vector<std::int32_t> bits(status_.size());
+  machine_->read(bits.data(), drafter_->output().status.data, bits.size() * sizeof(bits[0]));
+  for (std::size_t r = 0; r < status_.size(); ++r) status_[r] |= bits[r];
 }
 
 void DraftLoop::step() {
@@ -318,6 +327,7 @@ void DraftLoop::step() {
   timed([&] { enqueue(Call::kVerify); });
   b_->emitted.read(*machine_);
   b_->accepted.read(*machine_);
+  keep_status();
 
   // The rows that the target verified: the anchor's, then the drafts'.
   std::vector<std::int64_t> first;

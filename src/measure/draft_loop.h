@@ -62,6 +62,8 @@ class DraftLoop {
   const std::vector<std::int32_t>& drafts(int r) const { return drafts_[static_cast<std::size_t>(r)]; }
   // Emitted tokens over requests and steps: 1 to draft_tokens + 1.
   double accept_length() const;
+  // DraftStatus bits that any call set for r.
+  std::int32_t status(int r) const { return status_[static_cast<std::size_t>(r)]; }
   // Greedy loops: whether every sequence is what the target alone would have said.
   bool is_targets_own() const;
 
@@ -78,11 +80,13 @@ class DraftLoop {
   struct Buffers;
 
   void ingest(std::int64_t rows, const std::vector<std::int64_t>& first_positions);
+  void keep_status();  // the next ingest begins it anew
   void timed(const std::function<void()>& call);
 
   const DraftLoopOptions options_;
   const std::unique_ptr<DraftMachine> machine_;
   std::vector<std::vector<std::int32_t>> tokens_, drafts_;
+  std::vector<std::int32_t> status_;
   std::int64_t steps_done_ = 0;
   std::unique_ptr<Buffers> b_;
   std::unique_ptr<Marks> marks_;

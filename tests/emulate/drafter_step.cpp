@@ -65,7 +65,7 @@ class EmulatedLauncher final : public StepLauncher {
         return d::cache_context<Model>(as<d::Batch>(a[0]), p(1), p(2), p(3), as<d::Cache>(a[4]), p(5), p(6));
       case StepKernel::kQueries:
         return d::queries<Model>(as<d::Batch>(a[0]), as<d::Cache>(a[1]), p(2), p(3), p(4), p(5), p(6));
-      case StepKernel::kEmbed: return d::embed<Model>(p(0), p(1), p(2), p(3), p(4), p(5));
+      case StepKernel::kEmbed: return d::embed<Model>(p(0), p(1), p(2), p(3), p(4), p(5), p(6), p(7));
       case StepKernel::kAddNorm: return d::add_norm<Model>(p(0), p(1), p(2), p(3));
       case StepKernel::kLatents:
         return d::latents<Model>(as<d::Batch>(a[0]), p(1), p(2), p(3), p(4), p(5), as<d::Cache>(a[6]), p(7));

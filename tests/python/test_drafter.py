@@ -105,6 +105,7 @@ VARIANTS = {
     "neox": {"is_neox_style": True},
     "logit scale": {"logit_scale": 0.25},
     "plain rope": {"rope_parameters": {"rope_type": "default"}},
+    "no rope": {"rope_parameters": {"rope_type": "default"}, "mla_use_nope": True},
 }
 
 
@@ -147,7 +148,8 @@ def compare(batch, reference):
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_every_stage_is_within_its_bound(folders, random, name):
-    batch = Batch(folders(name), [24, -1, 5, 61], random).ingest().draft()
+    overrides = '{"allow_nope": true}' if name == "no rope" else "{}"
+    batch = Batch(folders(name), [24, -1, 5, 61], random, overrides=overrides).ingest().draft()
     compare(batch, Reference(folders(name)))
 
 

@@ -3,11 +3,13 @@
 #include <gtest/gtest.h>
 #include <unistd.h>
 
+#include <chrono>
 #include <cmath>
 #include <cstring>
 #include <filesystem>
 
 #include "core/bf16.h"
+#include "drafter/contract.h"
 #include "drafter/rope.h"
 #include "io/checkpoint.h"
 #include "io/synth.h"
@@ -213,16 +215,62 @@ TEST(DsparkDrafter, files_and_memory_and_lent_tensors_give_the_same_bits) {
   EXPECT_EQ(borrowed.logits(), wanted.logits());
 }
 
-// 9.2 and 3.3: shards of the linears, kv_b, W1, W2, norms.
+TEST(DsparkDrafter, a_file_that_changed_since_load_is_refused_and_one_that_was_replaced_is_not) {
+  const fs::path folder = tiny_folder().string() + "-changed";
+  fs::remove_all(folder);
+  fs::copy(tiny_folder(), folder);
+  const fs::path file = folder / "model.safetensors";
+  const auto refused = [](const DrafterWeights& weights) {
+    try {
+      Step step(weights);
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), StatusCode::kDataError) << error.what();
+      return error.status().value;
+    }
+    return std::string("accepted");
+  };
+  const DrafterWeights renamed = DrafterWeights::load(folder);
+  fs::copy(file, folder / "new");
+  fs::rename(folder / "new", file);
+  EXPECT_EQ(refused(renamed), "accepted");
+
+  const DrafterWeights cut = DrafterWeights::load(folder);
+  fs::resize_file(file, 4096);
+  EXPECT_EQ(refused(cut), "4096 bytes now");
+
+  fs::copy(tiny_folder() / "model.safetensors", file, fs::copy_options::overwrite_existing);
+  const DrafterWeights written = DrafterWeights::load(folder);
+  fs::last_write_time(file, fs::last_write_time(file) + std::chrono::seconds(1));
+  EXPECT_EQ(refused(written), "written since it was opened");
+  fs::remove_all(folder);
+}
+
+// 9.2 and 3.3: shards of the linears, kv_b, W2, the embedding; W1 and norms.
 TEST(DsparkDrafter, a_rank_holds_its_shards_and_little_else) {
   const DrafterWeights weights = DrafterWeights::load(tiny_folder());
   const auto bytes_of = [&](int ranks) { return Step(weights, {}, {}, {ranks, ranks - 1}).drafter->weight_bytes(); };
-  const std::int64_t replicated = 2 * (208 * 256 * 2 + 160 * 256 + 512 * 32 + 512 * 256);  // qkv_a, kv, W1, embedding
+  const std::int64_t replicated = 2 * (208 * 256 * 2 + 160 * 256 + 512 * 32);  // qkv_a, kv, W1
   const std::int64_t split =
-      2 * (2 * (192 * 128 + 256 * 64 + 256 * 128 + 3 * 512 * 256) + 256 * 512 + 512 * 32 + 512 * 256);
+      2 * (2 * (192 * 128 + 256 * 64 + 256 * 128 + 3 * 512 * 256) + 256 * 512 + 512 * 32 + 2 * 512 * 256);
   for (const int ranks : {1, 2, 4}) {
     EXPECT_GE(bytes_of(ranks), replicated + split / ranks);
     EXPECT_LE(bytes_of(ranks), 1.02 * static_cast<double>(replicated + split / ranks)) << ranks;
+  }
+}
+
+TEST(DsparkDrafter, a_rank_embeds_its_own_tokens_and_zero_for_those_of_others) {
+  const DrafterWeights weights = DrafterWeights::load(tiny_folder());
+  const StoredTensor& stored = weights.checkpoint().tensor("embed_tokens.weight");
+  std::vector<std::uint16_t> table(512 * 256);
+  for (const int rank : {0, 1}) {  // the anchor is the first one's, the mask token the second's
+    std::memcpy(table.data(), stored.data, stored.bytes);
+    std::fill_n(table.begin() + (1 - rank) * 256 * 256, 256 * 256, std::uint16_t{0});
+    DrafterMemory lent;
+    lent.embed_tokens = TensorView::matrix(table.data(), 512, 256);
+    Step wanted(weights, {}, lent, {2, rank}), own(weights, {}, {}, {2, rank});
+    wanted.run();
+    own.run();
+    EXPECT_EQ(own.logits(), wanted.logits()) << rank;
   }
 }
 
@@ -263,6 +311,121 @@ TEST(DsparkDrafter, one_error_names_every_broken_limit) {
     for (const char* part : {"request_counts = 0", "request_counts = 513", "max_len", "draft_logits"})
       EXPECT_NE(std::string(error.what()).find(part), std::string::npos) << part << ": " << error.what();
   }
+}
+
+TEST(DsparkDrafter, layers_of_the_cache_may_lie_between_each_other_but_not_meet) {
+  const DrafterWeights weights = DrafterWeights::load(tiny_folder());
+  constexpr std::int64_t kPages = 3, kRows = 16, kWidth = 80, kPage = kRows * kWidth;
+  std::vector<std::uint16_t> pool(static_cast<std::size_t>(2 * kPages * kPage));
+  const auto refused = [&](std::int64_t second, std::int64_t stride) {
+    DrafterMemory memory;
+    for (const std::int64_t first : {std::int64_t{0}, second}) {
+      memory.cache.push_back(TensorView::dense(pool.data() + first, DType::kBF16, {kPages, kRows, kWidth}));
+      memory.cache.back().stride[0] = stride;
+    }
+    DrafterLimits limits;
+    limits.num_draft_tokens = 3;
+    return code_of([&] {
+      (void)DsparkDrafter::prepare(weights, limits, {{1, 3}, "prefix", {}, {}}, memory, Device::cpu());
+    });
+  };
+  EXPECT_EQ(refused(kPages * kPage, kPage), StatusCode::kOk);  // one after the other
+  EXPECT_EQ(refused(kPage, 2 * kPage), StatusCode::kOk);       // [pages, layers, rows, width]
+  EXPECT_EQ(refused(0, kPage), StatusCode::kOverlap);
+  EXPECT_EQ(refused(kPage, kPage), StatusCode::kOverlap);
+  EXPECT_EQ(refused(kPages * kPage - 8, kPage), StatusCode::kOverlap);
+  EXPECT_EQ(refused(kPage - 8, 2 * kPage), StatusCode::kOverlap);
+  EXPECT_EQ(refused(kPage + 8, 2 * kPage), StatusCode::kOverlap);
+}
+
+TEST(DsparkDrafter, what_verify_writes_meets_nothing_that_it_reads) {
+  DrafterLimits limits;
+  limits.mode = DraftMode::kProbabilistic;
+  Step step(DrafterWeights::load(tiny_folder()), limits);
+  step.run();
+  std::vector<float> logits(4 * 512, 0.5f);
+  std::array<std::int32_t, 8> room{};
+  const auto refused = [&](std::int32_t* emitted, std::int32_t* accepted) {
+    VerifyBatch verify;
+    verify.draft_ids = TensorView::dense(room.data(), DType::kI32, {1, 3});
+    verify.logits = TensorView::dense(logits.data(), DType::kF32, {1, 4, 512});
+    verify.emitted = TensorView::dense(emitted, DType::kI32, {1, 4});
+    verify.accepted = TensorView::dense(accepted, DType::kI32, {1});
+    return code_of([&] { step.drafter->verify(step.batch, verify); });
+  };
+  const auto in = [](auto* data) { return reinterpret_cast<std::int32_t*>(data); };
+  EXPECT_EQ(refused(room.data() + 3, room.data() + 7), StatusCode::kOk);
+  EXPECT_EQ(refused(room.data() + 2, room.data() + 7), StatusCode::kOverlap);
+  EXPECT_EQ(refused(room.data() + 3, room.data() + 6), StatusCode::kOverlap);
+  EXPECT_EQ(refused(room.data() + 3, &step.step), StatusCode::kOverlap);
+  EXPECT_EQ(refused(room.data() + 3, &step.request), StatusCode::kOverlap);
+  EXPECT_EQ(refused(room.data() + 3, in(&step.seed)), StatusCode::kOverlap);
+  EXPECT_EQ(refused(room.data() + 3, in(&step.temperature)), StatusCode::kOverlap);
+  EXPECT_EQ(refused(in(logits.data() + 2040), room.data() + 7), StatusCode::kOverlap);
+  for (const TensorView DraftOutput::*own :
+       {&DraftOutput::status, &DraftOutput::first_position, &DraftOutput::draft_logits})
+    EXPECT_EQ(refused(room.data() + 3, in((step.drafter->output().*own).data)), StatusCode::kOverlap);
+}
+
+TEST(DsparkDrafter, progress_ends_at_its_total) {
+  const DrafterWeights weights = DrafterWeights::load(tiny_folder());
+  std::vector<std::uint16_t> layers(2 * 3 * 16 * 80);
+  DrafterMemory memory;
+  for (const std::int64_t first : {0, 3 * 16 * 80})
+    memory.cache.push_back(TensorView::dense(layers.data() + first, DType::kBF16, {3, 16, 80}));
+  DrafterLimits limits;
+  limits.num_draft_tokens = 3;
+  std::uint64_t last = 0, total = 0;
+  (void)DsparkDrafter::prepare(weights, limits, {{1, 3}, "prefix", {}, {}}, memory, Device::cpu(), {},
+                               [&](std::uint64_t done, std::uint64_t all) {
+                                 EXPECT_LE(last, done);
+                                 last = done;
+                                 total = all;
+                               });
+  EXPECT_EQ(last, total);
+}
+
+TEST(DsparkDrafter, a_refusal_says_what_would_be_taken_and_what_to_do) {
+  const DrafterWeights weights = DrafterWeights::load(tiny_folder());
+  const auto message = [](auto&& work) {
+    try {
+      work();
+    } catch (const Error& error) {
+      EXPECT_FALSE(error.status().remedy.empty()) << error.what();
+      return error.status().argument + ": " + error.status().accepted;
+    }
+    return std::string("accepted");
+  };
+  DrafterLimits limits;
+  limits.max_len = -1;
+  EXPECT_EQ(message([&] { Step step(weights, limits); }), "limits.max_len: 0, which is the largest, or 4 to 2048");
+  EXPECT_EQ(message([&] { Step step(weights, {}, {}, {3, 0}); }), "tp: divisors of num_attention_heads = 4");
+  Step step(weights);
+  step.taps[1].dtype = DType::kF16;
+  EXPECT_EQ(message([&] { step.run(); }), "taps[1].dtype: BF16");
+  step.taps[1] = step.taps[0];
+  step.taps[1].shape[0] = 3;
+  EXPECT_EQ(message([&] { step.run(); }), "taps[1].shape: [20, 256]");
+  step.batch.anchor.shape[0] = 2;
+  EXPECT_EQ(message([&] { step.run(); }), "batch.anchor.shape: [1]");
+  step.batch.anchor.shape[0] = 1;
+  VerifyBatch verify;
+  verify.one_hot = true;
+  verify.logits.dtype = DType::kF64;
+  EXPECT_EQ(message([&] { step.drafter->verify(step.batch, verify); }), "logits.dtype: F32, BF16");
+}
+
+// The stride of one row is of no matter: its windows are one buffer, whatever the view says.
+TEST(DsparkDrafter, taps_of_one_row_are_read_in_place) {
+  const std::array<std::uint16_t, 32> row{};
+  const auto one = [&](std::int64_t rows, std::int64_t stride, std::int64_t gap) {
+    const std::array<Tap, 2> taps = {{{row.data(), stride}, {row.data() + 8 + gap, stride}}};
+    return taps_are_one_buffer(taps, rows, 8);
+  };
+  EXPECT_TRUE(one(1, 8, 0));
+  EXPECT_TRUE(one(2, 16, 0));
+  EXPECT_FALSE(one(2, 8, 0));
+  EXPECT_FALSE(one(1, 8, 1));
 }
 
 TEST(DsparkDrafter, a_cache_on_another_device_is_refused) {

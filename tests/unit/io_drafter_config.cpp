@@ -117,6 +117,8 @@ TEST(io_drafter_config, each_rule_is_refused_on_its_field) {
   expect_refused("fc_norm", 1, kInvalid);
   expect_refused("rope_parameters", nullptr, kInvalid);
   expect_refused("rope_parameters", {{"rope_type", "longrope"}}, kInvalid, "rope_parameters.rope_type");
+  expect_refused("rope_parameters", json::object(), kInvalid, "rope_parameters.rope_type");
+  expect_refused("rope_parameters", {{"rope_theta", 10000}}, kInvalid, "rope_parameters.rope_type");
   expect_refused("rope_parameters", {{"rope_type", "default"}, {"factor", 0.5}}, kInvalid, "rope_parameters.factor");
   expect_refused("rope_parameters", {{"rope_type", "yarn"}}, kInvalid,
                  "rope_parameters.original_max_position_embeddings");
@@ -139,6 +141,28 @@ TEST(io_drafter_config, what_is_valid_but_not_served_is_unsupported) {
   expect_refused("sample_from_anchor", false, kUnsupported);
   expect_refused("quantization_config", {{"bits", 4}}, kUnsupported);
   expect_refused("final_logit_softcapping", 30, kUnsupported);
+}
+
+TEST(io_drafter_config, a_drafter_without_rope_is_taken_on_the_callers_word_alone) {
+  json config = least();
+  config["mla_use_nope"] = true;
+  config["allow_nope"] = true;  // not the caller's
+  EXPECT_EQ(refusal_of(config).argument, "mla_use_nope");
+  config.erase("rope_parameters");
+  const json allow = {{"allow_nope", true}};
+  EXPECT_TRUE(read(config, allow).mla_use_nope);
+  EXPECT_FALSE(read(least(), allow).mla_use_nope);
+  const std::string text = read(config, allow).to_json();
+  EXPECT_EQ(DrafterConfig::from_json(text, allow.dump()).to_json(), text);
+  EXPECT_THROW((void)read(config, {{"allow_nope", false}}), Error);
+  EXPECT_THROW((void)read(config, {{"allow_nope", 1}}), Error);
+}
+
+TEST(io_drafter_config, older_files_spell_the_type_of_the_rope_as_type) {
+  json config = least();
+  config.erase("rope_parameters");
+  config["rope_scaling"] = {{"type", "yarn"}, {"factor", 8}, {"original_max_position_embeddings", 4096}};
+  EXPECT_EQ(read(config).rope.rope_type, "yarn");
 }
 
 TEST(io_drafter_config, one_run_lists_every_broken_rule) {
@@ -207,6 +231,32 @@ TEST(io_drafter_config, to_json_is_read_back_as_the_same_config) {
   EXPECT_EQ(back.sliding_window, c.sliding_window);
   EXPECT_EQ(back.block_size, 7);
   EXPECT_EQ(back.activation_situ_linear_beta, 2.0);
+}
+
+TEST(io_drafter_config, a_config_that_no_json_can_say_is_refused) {
+  const auto refused = [](std::vector<bool> causal, std::vector<std::optional<std::int64_t>> windows) {
+    json two = least();
+    two["num_hidden_layers"] = 2;
+    DrafterConfig config = read(two);
+    config.causal = std::move(causal);
+    config.sliding_window = std::move(windows);
+    try {
+      const DrafterConfig back = DrafterConfig::from_json(config.to_json());
+      EXPECT_EQ(back.causal, config.causal);
+      EXPECT_EQ(back.sliding_window, config.sliding_window);
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), StatusCode::kUnsupported);
+      return error.status().argument;
+    }
+    return std::string("accepted");
+  };
+  EXPECT_EQ(refused({true, false}, {64, {}}), "accepted");
+  EXPECT_EQ(refused({true, true}, {64, {}}), "accepted");
+  EXPECT_EQ(refused({false, false}, {64, 64}), "accepted");
+  EXPECT_EQ(refused({true, false}, {{}, {}}), "causal[0]");
+  EXPECT_EQ(refused({false, true}, {64, {}}), "causal[0]");
+  EXPECT_EQ(refused({true, false}, {64, 64}), "causal[1]");
+  EXPECT_EQ(refused({true, true}, {64, 65}), "sliding_window[1]");
 }
 
 }  // namespace
