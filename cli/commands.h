@@ -21,6 +21,10 @@ void add_why_kda(CLI::App& why, int& exit_code);
 void add_check_kda(CLI::App& check, int& exit_code);
 void add_bench_kda(CLI::App& bench, int& exit_code);
 
+// `mailbox` below the command of the same name.
+void add_check_mailbox(CLI::App& check, int& exit_code);
+void add_bench_mailbox(CLI::App& bench, int& exit_code);
+
 void add_bench_draft_layer(CLI::App& bench, int& exit_code);  // below bench
 
 }  // namespace twostep::cli

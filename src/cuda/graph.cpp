@@ -79,4 +79,23 @@ Summary time_graph(const Graph& graph, Stream stream, int warmup, int replays) {
   return summarize(std::move(samples), warmup);
 }
 
+std::vector<double> time_back_to_back(const Graph& graph, Stream stream, int warmup, int replays) {
+  const auto handle = static_cast<CUstream>(stream.handle);
+  for (int i = 0; i < warmup; ++i) graph.launch(stream);
+  const std::vector<Event> events(static_cast<std::size_t>(replays) + 1);
+  TWOSTEP_CUDA_CHECK(cuEventRecord(events[0], handle), "cuda.time_back_to_back");
+  for (std::size_t i = 1; i < events.size(); ++i) {
+    graph.launch(stream);
+    TWOSTEP_CUDA_CHECK(cuEventRecord(events[i], handle), "cuda.time_back_to_back");
+  }
+  TWOSTEP_CUDA_CHECK(cuEventSynchronize(events.back()), "cuda.time_back_to_back");
+  std::vector<double> samples;
+  for (std::size_t i = 1; i < events.size(); ++i) {
+    float milliseconds = 0;
+    TWOSTEP_CUDA_CHECK(cuEventElapsedTime(&milliseconds, events[i - 1], events[i]), "cuda.time_back_to_back");
+    samples.push_back(1000.0 * milliseconds);
+  }
+  return samples;
+}
+
 }  // namespace twostep
