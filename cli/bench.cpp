@@ -176,6 +176,7 @@ void add_bench(CLI::App& app, int& exit_code) {
   bench->require_subcommand(1);
   add_bench_kda(*bench, exit_code);
   add_bench_draft(*bench, exit_code);
+  add_bench_mailbox(*bench, exit_code);
   add_bench_draft_layer(*bench, exit_code);
   auto* gemm = bench->add_subcommand("gemm", "DraftGemm in graphs over rotating weights");
   auto options = std::make_shared<BenchOptions>();

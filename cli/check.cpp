@@ -207,6 +207,7 @@ void add_check(CLI::App& app, int& exit_code) {
   auto* check = app.add_subcommand("check", "Compare results with an FP64 reference");
   check->require_subcommand(1);
   add_check_kda(*check, exit_code);
+  add_check_mailbox(*check, exit_code);
   auto* gemm = check->add_subcommand("gemm", "DraftGemm: every kind, row counts 1 to 65, odd layouts");
   auto options = std::make_shared<CheckOptions>();
   gemm->add_option("--device", options->device, "auto, cpu, cuda:0, ..")->capture_default_str();

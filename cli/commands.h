@@ -24,5 +24,8 @@ void add_bench_kda(CLI::App& bench, int& exit_code);
 // Below bench.
 void add_bench_draft(CLI::App& bench, int& exit_code);
 void add_bench_draft_layer(CLI::App& bench, int& exit_code);
+// `mailbox` below the command of the same name.
+void add_check_mailbox(CLI::App& check, int& exit_code);
+void add_bench_mailbox(CLI::App& bench, int& exit_code);
 
 }  // namespace twostep::cli

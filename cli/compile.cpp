@@ -257,6 +257,8 @@ void add_others(const CompileOptions& options, const DeviceFacts& facts, std::ve
   for (int op = 0; op < kMailboxOps; ++op)
     for (const int ranks : {2, 8})
       jobs->push_back(job_of(mailbox_request(static_cast<MailboxOp>(op), ranks, ranks == 8, arch_name(facts.arch))));
+  jobs->push_back(job_of(move_request(arch_name(facts.arch))));
+  jobs->push_back(job_of(add_norm_request(arch_name(facts.arch))));
   for (auto& request : measure_requests(arch_name(facts.arch))) jobs->push_back(job_of(std::move(request)));
   KdaCompileOptions kda;
   kda.requests = {1, 128};

@@ -11,10 +11,39 @@
 #include "cuda/driver.h"
 #include "gemm/cublas.h"
 #include "jit/nvrtc.h"
+#include "mailbox/nccl.h"
+#include "measure/nvml.h"
 #endif
 
 namespace twostep::cli {
 namespace {
+
+#if TWOSTEP_CUDA
+// Whether each pair of GPUs can share a mailbox, and over what.
+void print_links() {
+  constexpr int kPerformanceRank = 1;  // CU_DEVICE_P2P_ATTRIBUTE_PERFORMANCE_RANK: 0 is the fastest
+  const Driver& cu = driver();
+  for (int a = 0; a < device_count(); ++a)
+    for (int b = a + 1; b < device_count(); ++b) {
+      CUdevice one = 0, other = 0;
+      int there = 0, back = 0, rank = 0;
+      const bool known = cu.cuDeviceGet(&one, a) == kCudaSuccess && cu.cuDeviceGet(&other, b) == kCudaSuccess &&
+                         cu.cuDeviceCanAccessPeer(&there, one, other) == kCudaSuccess &&
+                         cu.cuDeviceCanAccessPeer(&back, other, one) == kCudaSuccess;
+      const bool ranked =
+          known && cu.cuDeviceGetP2PAttribute(&rank, kPerformanceRank, one, other) == kCudaSuccess && there && back;
+      const auto nvlink = joined_by_nvlink(a, b);
+      fmt::print("{:<15}{}, {}{}\n", fmt::format("cuda:{}-{}", a, b),
+                 !known          ? "peer access not known"
+                 : there && back ? "peer access"
+                                 : "no peer access: NCCL serves",
+                 !nvlink   ? "NVLink not known"
+                 : *nvlink ? "NVLink"
+                           : "no NVLink",
+                 ranked ? fmt::format(", performance rank {}", rank) : "");
+    }
+}
+#endif
 
 void print_gpus() {
 #if TWOSTEP_CUDA
@@ -31,6 +60,7 @@ void print_gpus() {
                facts.smem_per_block, facts.smem_per_sm,
                arch.empty() ? fmt::format("capability {}: no kernels of ours, cuBLAS serves", facts.arch) : arch);
   }
+  print_links();
 #else
   fmt::print("GPU            none: this build has no GPU rooms (TWOSTEP_CUDA=OFF)\n");
 #endif
@@ -42,6 +72,8 @@ void print_libraries() {
   else fmt::print("NVRTC          none: {}\n", Nvrtc::status().message());
   const Status cublas = cublas_status();
   fmt::print("cuBLASLt       {}\n", cublas.ok() ? cublas_version() : "none: " + cublas.message());
+  if (const Nccl* nccl = Nccl::get()) fmt::print("NCCL           {} at {}\n", nccl->version(), nccl->path());
+  else fmt::print("NCCL           none: {}\n", Nccl::status().message());
 #endif
 }
 

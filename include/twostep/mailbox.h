@@ -126,4 +126,57 @@ class Mailbox {
   std::unique_ptr<Impl> impl_;
 };
 
+// The same three calls through NCCL, for what no mailbox accepts: more than 8 ranks, several hosts, GPUs without peer
+// access, more rows, other dtypes and widths of all_gather. libnccl.so.2 is opened at run time (TWOSTEP_NCCL names it).
+// Which of the two serves a call is a matter of Mailbox::accepts alone, so that all ranks agree; a mailbox that is
+// poisoned is none, and the caller switches all ranks together.
+//
+// The gathers give the same bits as those of a mailbox, for what both accept. The all-reduce is NCCL's BF16 sum, which
+// is the same on all ranks and may differ from that of a mailbox in its last bit; residual and norm follow in one
+// kernel.
+//
+// The rules for the caller are those of a mailbox. NCCL waits without a limit of ours: a rank that does not come shows
+// in its own time-outs. NCCL's environment is left as it is.
+class NcclGroup {
+ public:
+  // Collective; any hosts. Of `config`, size is 2 and more, max_rows up to 65536, max_cols what is needed (in BF16; of
+  // a wider dtype as many as fit in), max_hidden up to 2^20; transport, max_ctas and strict_fence have no meaning here.
+  // Allocates on `device` 2 * P * max_rows * max_cols + 2 * max_rows * max_hidden bytes beside what NCCL takes, and
+  // makes a first call of each kind, where NCCL connects. What one rank finds wrong, all throw, naming that rank:
+  // kInvalidArgument (config; differences between ranks; NCCL's own, as two ranks on one GPU), kUnavailable (driver,
+  // NCCL), kOutOfMemory, kCompileFailed, kDeviceError, kPeerLost. `bootstrap` is used here alone.
+  static NcclGroup create(Bootstrap& bootstrap, const MailboxConfig& config, Device device);
+  NcclGroup(NcclGroup&&) noexcept;
+  NcclGroup& operator=(NcclGroup&&) noexcept;
+  ~NcclGroup();  // without close() before: logs a line and aborts the communicator
+
+  // The calls, as those of Mailbox: in stream order, no allocation, synchronisation or compilation of ours; may be
+  // captured; bound to the stream of the first one. all_gather takes every dtype, any number of columns, and addresses
+  // and row strides of whole elements; all_gather_words addresses of 4 bytes. M = 0 does nothing. Each throws before
+  // any launch: kInvalidArgument, kUnsupported, kBadLayout, kWrongDevice, kOverlap; and what NCCL refuses, with its
+  // text.
+  void all_gather(const TensorView& in, const TensorView& out, Stream stream);
+  void all_gather_words(const TensorView& in, const TensorView& out, Stream stream);
+  void all_reduce_add_norm(const TensorView& in, const std::optional<TensorView>& residual,
+                           const TensorView& residual_out, const std::optional<TensorView>& gamma, float eps,
+                           const std::optional<TensorView>& norm_out, Stream stream);
+
+  // Whether a call is served: a matter of values that are the same on all ranks.
+  Status accepts(MailboxOp op, std::int64_t rows, std::int64_t cols, DType dtype) const;
+  Status status() const;              // what NCCL has found wrong so far; nothing waits
+  void check() const;                 // throws what status() says
+  void close();                       // collective. Waits for the device, then frees. A second call does nothing
+  void rebind_stream(Stream stream);  // after a synchronisation of the caller's
+
+  int rank() const;
+  int size() const;
+  const MailboxConfig& config() const;
+
+  struct Impl;
+  explicit NcclGroup(std::unique_ptr<Impl> impl);
+
+ private:
+  std::unique_ptr<Impl> impl_;
+};
+
 }  // namespace twostep

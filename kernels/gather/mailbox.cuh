@@ -55,7 +55,7 @@ struct Report {
   alignas(128) u32 abort_request;  // written by the host
 };
 
-// One operation's ring as this rank sees it. Ring of src/mailbox/protocol.h.
+// One operation's ring as this rank sees it. MailboxRing of src/mailbox/protocol.h.
 struct Ring {
   u8* regions[kMostRanks];  // of all ranks: headers [stages][sources] of 16 bytes, segments [stages][sources]
   Control* control;

@@ -63,12 +63,13 @@ Environment read() {
   env.drafter_gpu = flag_of("TWOSTEP_DRAFTER_GPU", false);
   env.nvrtc = text_of("TWOSTEP_NVRTC");
   env.cublaslt = text_of("TWOSTEP_CUBLASLT");
+  env.nccl = text_of("TWOSTEP_NCCL");
   env.log_level = text_of("TWOSTEP_LOG");
   env.threads = count_of("TWOSTEP_THREADS");
   env.peer_limit_s = seconds_of("TWOSTEP_PEER_LIMIT_S", env.peer_limit_s);
   for (const char* name :
        {"TWOSTEP_CACHE_DIR", "TWOSTEP_CACHE", "TWOSTEP_JIT", "TWOSTEP_WARP", "TWOSTEP_DRAFTER_GPU", "TWOSTEP_NVRTC",
-        "TWOSTEP_CUBLASLT", "TWOSTEP_LOG", "TWOSTEP_THREADS", "TWOSTEP_PEER_LIMIT_S"})
+        "TWOSTEP_CUBLASLT", "TWOSTEP_NCCL", "TWOSTEP_LOG", "TWOSTEP_THREADS", "TWOSTEP_PEER_LIMIT_S"})
     if (const char* value = std::getenv(name)) env.set.emplace_back(name, value);
   return env;
 }

@@ -15,6 +15,7 @@ struct Environment {
   bool drafter_gpu = false;  // TWOSTEP_DRAFTER_GPU=1: DsparkDrafter on a GPU, whose kernels no GPU has run yet
   std::string nvrtc;         // TWOSTEP_NVRTC: path of libnvrtc.so; "" searches the usual names
   std::string cublaslt;      // TWOSTEP_CUBLASLT: path of libcublasLt.so
+  std::string nccl;          // TWOSTEP_NCCL: path of libnccl.so.2
   std::string log_level;     // TWOSTEP_LOG: debug | info | warn (default) | error | off
   int threads = 0;           // TWOSTEP_THREADS: CPU backend; 0: all cores this process may use
   double peer_limit_s = 60;  // TWOSTEP_PEER_LIMIT_S: how long a rank waits for another, in seconds

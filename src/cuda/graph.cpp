@@ -71,4 +71,17 @@ Summary time_graph(const Graph& graph, Stream stream, int warmup, int replays) {
   return summarize(std::move(samples), warmup);
 }
 
+std::vector<double> time_back_to_back(const Graph& graph, Stream stream, int warmup, int replays) {
+  for (int i = 0; i < warmup; ++i) graph.launch(stream);
+  const std::vector<Event> events(static_cast<std::size_t>(replays) + 1);
+  events[0].record(stream);
+  for (std::size_t i = 1; i < events.size(); ++i) {
+    graph.launch(stream);
+    events[i].record(stream);
+  }
+  std::vector<double> samples;
+  for (std::size_t i = 1; i < events.size(); ++i) samples.push_back(events[i].since(events[i - 1]));
+  return samples;
+}
+
 }  // namespace twostep

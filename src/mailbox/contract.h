@@ -9,32 +9,34 @@
 
 namespace twostep {
 
-// The config as create takes it; peer_limit_s is filled in.
-Status check_mailbox_config(MailboxConfig* config, int size_of_group);
-Status mailbox_accepts(const MailboxConfig& config, MailboxOp op, std::int64_t rows, std::int64_t cols, DType dtype);
+// Who makes a call. Of all_gather, NCCL takes every dtype and width, at the addresses of its elements.
+enum class Carrier : std::uint8_t { kMailbox, kNccl };
 
-struct GatherStep {
-  const void* in = nullptr;
-  void* out = nullptr;
-  std::int64_t in_stride = 0;
-  std::int64_t out_stride = 0;
-  std::uint32_t rows = 0;
-  std::uint32_t cols = 0;  // of one rank; words of all_gather_words
-};
+// The config as create takes it; peer_limit_s is filled in.
+Status check_mailbox_config(MailboxConfig* config, int size_of_group, Carrier by = Carrier::kMailbox);
+Status mailbox_accepts(const MailboxConfig& config, MailboxOp op, std::int64_t rows, std::int64_t cols, DType dtype,
+                       Carrier by = Carrier::kMailbox);
+
 Status check_all_gather(const MailboxConfig& config, Device device, const TensorView& in, const TensorView& out,
-                        GatherStep* step);
+                        GatherStep* step, Carrier by = Carrier::kMailbox);
 Status check_all_gather_words(const MailboxConfig& config, Device device, const TensorView& in, const TensorView& out,
-                              GatherStep* step);
+                              GatherStep* step, Carrier by = Carrier::kMailbox);
 Status check_add_norm(const MailboxConfig& config, Device device, const TensorView& in,
                       const std::optional<TensorView>& residual, const TensorView& residual_out,
                       const std::optional<TensorView>& gamma, float eps, const std::optional<TensorView>& norm_out,
-                      AddNormStep* step);
+                      AddNormStep* step, Carrier by = Carrier::kMailbox);
 
 // CTAs of a call, from its sizes and the most that are resident.
 std::uint32_t mailbox_grid(MailboxOp op, std::int64_t rows, std::int64_t vectors, int most);
 
 // Throws what a call of `op` on this stream would throw for the mailbox's own state, and binds nothing.
 void require_ready(const Mailbox& mailbox, MailboxOp op, Stream stream);
+
+// What NCCL leaves to do, as NcclPlan launches it: the rank's rows without gaps; [ranks, rows, cols] as it gathers them
+// into out [rows, ranks * cols]; in gathered words, the pattern that a mailbox does not let through.
+MoveStep pack_step(const void* in, std::int64_t in_stride, std::int64_t rows, std::int64_t cols, DType dtype, void* to);
+MoveStep permute_step(const GatherStep& step, int ranks, const void* gathered);
+MoveStep words_step(const GatherStep& step, int ranks);
 
 const char* mailbox_op_name(MailboxOp op);  // "all_gather"
 // kOk without a report.
@@ -54,5 +56,9 @@ class MailboxPlan : public PeerMemory {
 
 // Loads the kernels. Throws kUnavailable, kUnsupported (architecture), kCompileFailed, kDeviceError.
 std::unique_ptr<MailboxPlan> make_cuda_mailbox(Device device, const MailboxConfig& config);  // plan.cpp
+
+// Opens NCCL, loads the kernels, allocates. Throws kUnavailable, kUnsupported (architecture), kCompileFailed,
+// kOutOfMemory, kDeviceError.
+std::unique_ptr<NcclPlan> make_cuda_nccl(Device device, const MailboxConfig& config);  // nccl_plan.cpp
 
 }  // namespace twostep

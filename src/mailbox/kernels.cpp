@@ -48,8 +48,43 @@ extern "C" __global__ void __launch_bounds__(Rules::kThreads, 1) kernel(const __
 
 }}  // namespace twostep::gather
 )",
-                      ranks, strict_fence, kMailboxThreads, kMailboxStages, sizeof(Ring), sizeof(RingControl),
+                      ranks, strict_fence, kMailboxThreads, kMailboxStages, sizeof(MailboxRing), sizeof(RingControl),
                       sizeof(MailboxReport), sizeof(AddNormStep), parameters, call),
+          arch, "mailbox-1"};
+}
+
+CompileRequest move_request(const std::string& arch) {
+  return {fmt::format("nccl-move-{}", arch), "kernel",
+          fmt::format(R"(#include "gather/fallback.cuh"
+
+namespace twostep::gather {{
+
+static_assert(sizeof(Move) == {} && kMoveThreads == {} && kBatch == {} && kNanPair == {} && kNanWord == {});
+
+extern "C" __global__ void __launch_bounds__(kMoveThreads) kernel(const __grid_constant__ Move move) {{ move_rows(move); }}
+
+}}  // namespace twostep::gather
+)",
+                      sizeof(MoveStep), kMoveThreads, kMoveBatch, kNanPair, kNanWord),
+          arch, "mailbox-1"};
+}
+
+CompileRequest add_norm_request(const std::string& arch) {
+  return {fmt::format("nccl-add-norm-{}", arch), "kernel",
+          fmt::format(R"(#include "gather/fallback.cuh"
+
+namespace twostep::gather {{
+
+static_assert(sizeof(AddNorm) == {});
+
+extern "C" __global__ void __launch_bounds__({}) kernel(const __grid_constant__ AddNorm step) {{
+  __shared__ float parts[32];
+  add_norm<{}>(step, parts);
+}}
+
+}}  // namespace twostep::gather
+)",
+                      sizeof(AddNormStep), kMailboxThreads, kMailboxThreads),
           arch, "mailbox-1"};
 }
 

@@ -112,7 +112,7 @@ class CudaMailbox final : public MailboxPlan {
     const RegionLayout layout = region_layout(config_);
     auto* control = static_cast<RingControl*>(local_.data());
     for (std::size_t op = 0; op < kMailboxOps; ++op) {
-      Ring& ring = rings_[op];
+      MailboxRing& ring = rings_[op];
       ring = {};
       for (std::size_t rank = 0; rank < handles.size(); ++rank)
         ring.regions[rank] = region_.regions()[rank] + layout.offset[op];
@@ -213,7 +213,7 @@ class CudaMailbox final : public MailboxPlan {
   std::optional<ReportPage> report_;
   std::optional<OwnedStream> stream_;  // of the set-up
   SharedRegion region_;
-  std::array<Ring, kMailboxOps> rings_{};
+  std::array<MailboxRing, kMailboxOps> rings_{};
   DeviceBuffer test_in_, test_out_;
 };
 

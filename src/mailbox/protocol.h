@@ -35,7 +35,7 @@ struct MailboxReport {
   alignas(128) std::uint32_t abort_request;
 };
 
-struct Ring {
+struct MailboxRing {  // Ring of the kernel
   std::array<std::byte*, kMostRanks> regions;
   RingControl* control;
   std::uint32_t* poisoned;
@@ -43,6 +43,16 @@ struct Ring {
   std::int64_t segment_bytes;
   std::uint64_t limit_ns;
   std::int32_t rank, op;
+};
+
+struct GatherStep {
+  const void* in = nullptr;
+  void* out = nullptr;
+  std::int64_t in_stride = 0;
+  std::int64_t out_stride = 0;
+  std::uint32_t rows = 0;
+  std::uint32_t cols = 0;  // of one rank; words of all_gather_words
+  DType dtype = DType::kBF16;
 };
 
 struct AddNormStep {  // AddNorm of the kernel
@@ -56,6 +66,19 @@ struct AddNormStep {  // AddNorm of the kernel
   float eps;
   std::uint32_t gamma_f32;
 };
+
+struct MoveStep {  // Move of kernels/gather/fallback.cuh
+  const void* from = nullptr;
+  void* to = nullptr;
+  std::int64_t from_block = 0, from_row = 0, to_block = 0, to_row = 0;  // bytes
+  std::uint32_t blocks = 1, rows = 1, row_bytes = 0;
+  std::uint32_t unit = 1;  // bytes: 16, 4, 2 or 1
+  std::uint32_t empty_as = ~0u;
+};
+inline constexpr std::uint32_t kMoveThreads = 256;
+inline constexpr std::uint32_t kMoveBatch = 4;          // units of a thread
+inline constexpr std::uint32_t kNanPair = 0x7fff7fffu;  // what a BF16 pair with every bit set arrives as
+inline constexpr std::uint32_t kNanWord = 0x7fffffffu;  // the same of a word
 
 // Where the rings lie in the memory that a rank lends to its peers. The same on all ranks.
 struct RegionLayout {

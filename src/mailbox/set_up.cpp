@@ -128,13 +128,13 @@ void all_or_none(Bootstrap& bootstrap, double limit_s, const std::function<void(
   }
 }
 
-Status check_records(std::span<const RankRecord> records) {
+Status check_same_config(std::span<const RankRecord> records) {
   const auto size = static_cast<std::int32_t>(records.size());
   const RankRecord& first = records[0];
   const auto differ = [](const char* argument, int rank, auto value, auto of_first) {
     return refusal(StatusCode::kInvalidArgument, kPlace, fmt::format("{} of rank {}", argument, rank),
                    fmt::format("{}", value), fmt::format("{}, as rank 0 has it", of_first),
-                   "create the mailbox with the same config on all ranks");
+                   "create the group with the same config on all ranks");
   };
   for (int i = 0; i < size; ++i) {
     const RankRecord& r = records[static_cast<std::size_t>(i)];
@@ -152,6 +152,16 @@ Status check_records(std::span<const RankRecord> records) {
     if (r.peer_limit_s != first.peer_limit_s) return differ("peer_limit_s", i, r.peer_limit_s, first.peer_limit_s);
     if (r.transport != first.transport)
       return differ("transport", i, transport_name(r.transport), transport_name(first.transport));
+  }
+  return {};
+}
+
+Status check_records(std::span<const RankRecord> records) {
+  if (auto status = check_same_config(records); !status.ok()) return status;
+  const auto size = static_cast<std::int32_t>(records.size());
+  const RankRecord& first = records[0];
+  for (int i = 0; i < size; ++i) {
+    const RankRecord& r = records[static_cast<std::size_t>(i)];
     if (r.host != first.host)
       return refusal(StatusCode::kUnavailable, kPlace, fmt::format("host of rank {}", i), "another than that of rank 0",
                      "ranks of one host", "use NCCL between hosts, and a mailbox inside each");
@@ -173,22 +183,55 @@ PeerTransport choose_transport(std::span<const RankRecord> records) {
   return PeerTransport::kAuto;
 }
 
-void set_up_mailbox(Bootstrap& bootstrap, MailboxConfig* config, PeerMemory& memory) {
+namespace {
+
+RankRecord record_of(const MailboxConfig& config) {
   RankRecord mine;
-  mine.rank = config->rank;
-  mine.size = config->size;
+  mine.rank = config.rank;
+  mine.size = config.size;
+  mine.max_rows = config.max_rows;
+  mine.max_cols = config.max_cols;
+  mine.max_hidden = config.max_hidden;
+  mine.max_words = config.max_words;
+  mine.transport = config.transport;
+  mine.strict_fence = config.strict_fence;
+  mine.peer_limit_s = config.peer_limit_s;
+  mine.host = host_identity();
+  mine.process = process_identity();
+  return mine;
+}
+
+}  // namespace
+
+void set_up_nccl(Bootstrap& bootstrap, const MailboxConfig& config, NcclPlan& plan) {
+  NcclId id;  // of rank 0
+  all_or_none(bootstrap, config.peer_limit_s, [&] {
+    if (config.rank == 0) id = plan.unique_id();
+  });
+  struct Record {
+    RankRecord rank;
+    NcclId id;
+    std::int32_t version = 0, pad = 0;
+  } const mine{record_of(config), id, plan.version()};
+  static_assert(std::is_trivially_copyable_v<Record>);
+  std::vector<Record> records(static_cast<std::size_t>(config.size));
+  bootstrap.all_gather_bytes(&mine, records.data(), sizeof mine, config.peer_limit_s);
+  std::vector<RankRecord> ranks;
+  for (const Record& record : records) ranks.push_back(record.rank);
+  throw_if_error(check_same_config(ranks));  // the same on every rank: no vote
+  for (int rank = 0; rank < config.size; ++rank)
+    if (const int version = records[static_cast<std::size_t>(rank)].version; version != records[0].version)
+      fail(StatusCode::kInvalidArgument, "nccl.create", fmt::format("NCCL of rank {}", rank), std::to_string(version),
+           fmt::format("{}, as rank 0 has it", records[0].version),
+           "install the same NCCL on all ranks, or name it in TWOSTEP_NCCL");
+  all_or_none(bootstrap, config.peer_limit_s, [&] { plan.join(records[0].id); });
+}
+
+void set_up_mailbox(Bootstrap& bootstrap, MailboxConfig* config, PeerMemory& memory) {
+  RankRecord mine = record_of(*config);
   mine.transports = memory.transports();
   const std::string path = bootstrap.socket_path();
   if (path.empty() || path.size() > kLongestBootstrapPath) mine.transports &= ~bit(PeerTransport::kVmmFd);
-  mine.max_rows = config->max_rows;
-  mine.max_cols = config->max_cols;
-  mine.max_hidden = config->max_hidden;
-  mine.max_words = config->max_words;
-  mine.transport = config->transport;
-  mine.strict_fence = config->strict_fence;
-  mine.peer_limit_s = config->peer_limit_s;
-  mine.host = host_identity();
-  mine.process = process_identity();
   mine.device = memory.device_uuid();
   const auto size = static_cast<std::size_t>(config->size);
   std::vector<RankRecord> records(size);

@@ -58,6 +58,25 @@ class PeerMemory {
   virtual void release() noexcept = 0;  // the own
 };
 
+struct NcclId {  // ncclUniqueId: where rank 0 listens
+  std::array<char, 128> bytes{};
+};
+
+// The GPU side of an NcclGroup: its kernels, its memory and the communicator.
+class NcclPlan {
+ public:
+  virtual ~NcclPlan() = default;
+  virtual int version() const = 0;  // 22809
+  virtual NcclId unique_id() const = 0;
+  virtual void join(const NcclId& id) = 0;  // collective: the communicator, and a first call of each kind
+  virtual void all_gather(const GatherStep& step, Stream stream) = 0;
+  virtual void all_gather_words(const GatherStep& step, Stream stream) = 0;
+  virtual void all_reduce_add_norm(const AddNormStep& step, Stream stream) = 0;
+  virtual bool is_capturing(Stream stream) const = 0;
+  virtual Status status() const = 0;
+  virtual void close() = 0;  // collective
+};
+
 // Thrown on every rank alike: all have voted.
 class VotedError final : public Error {
  public:
@@ -68,11 +87,14 @@ class VotedError final : public Error {
 void all_or_none(Bootstrap& bootstrap, double limit_s, const std::function<void()>& step);
 
 // What is wrong with a group, the same on every rank; then what it will use.
+Status check_same_config(std::span<const RankRecord> records);
 Status check_records(std::span<const RankRecord> records);
 PeerTransport choose_transport(std::span<const RankRecord> records);  // kAuto: none is possible for all
 
 // Steps 1 to 7. config.transport becomes what was chosen.
 void set_up_mailbox(Bootstrap& bootstrap, MailboxConfig* config, PeerMemory& memory);
+// The same of an NcclGroup: rank 0's id to all, then all join or none.
+void set_up_nccl(Bootstrap& bootstrap, const MailboxConfig& config, NcclPlan& plan);
 // Waits for the device, then for the peers, up to the limit. Frees all; a peer that does not come leaves the own memory
 // in place, as it may still be written. Returns kOk or kPeerLost.
 Status tear_down_mailbox(Bootstrap& bootstrap, const MailboxConfig& config, PeerMemory& memory);

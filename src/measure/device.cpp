@@ -120,10 +120,10 @@ void MeasureDevice::read(const Reader& reader, bool early, bool programmatic, co
   enqueue(what, stream(), data, bytes, scratch_.address() + kSinkOffset);
 }
 
-void MeasureDevice::describe(Machine& machine) const {
-  const GpuState state = gpu_state(ordinal_);
+void describe_gpu(int ordinal, Machine& machine) {
+  const GpuState state = gpu_state(ordinal);
   const int version = driver().version;
-  machine.device = facts_.name;
+  machine.device = device_facts(ordinal).name;
   machine.driver =
       fmt::format("{}CUDA {}.{}", state.driver.empty() ? "" : state.driver + ", ", version / 1000, version % 1000 / 10);
   const Nvrtc* nvrtc = Nvrtc::get();

@@ -14,6 +14,9 @@
 
 namespace twostep {
 
+// GPU name, driver, NVRTC, and the clocks of this moment.
+void describe_gpu(int ordinal, Machine& machine);
+
 class MeasureDevice {
  public:
   // Throws kUnavailable, kWrongDevice, kUnsupported (an architecture without kernels of ours), kCompileFailed.
@@ -40,8 +43,7 @@ class MeasureDevice {
   void read(const Reader& reader, bool early, bool programmatic, const void* data, std::int64_t bytes) const;
   bool fits(const Reader& reader) const { return reader.stages * kReaderPiece + 1024 <= facts_.smem_per_block; }
 
-  // GPU name, driver, NVRTC, and the clocks of this moment.
-  void describe(Machine& machine) const;
+  void describe(Machine& machine) const { describe_gpu(ordinal_, machine); }
 
  private:
   using Kernel = std::shared_ptr<const CompiledKernel>;

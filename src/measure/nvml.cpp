@@ -13,6 +13,7 @@ struct Nvml {
   int (*clock)(NvmlDevice, int type, unsigned* mhz) = nullptr;
   int (*power_limit)(NvmlDevice, unsigned* milliwatts) = nullptr;
   int (*driver_version)(char* text, unsigned length) = nullptr;
+  int (*p2p_status)(NvmlDevice, NvmlDevice, int capability, int* status) = nullptr;  // may be absent
   bool ready = false;
 };
 
@@ -28,13 +29,30 @@ Nvml open() {
                find(nvml.clock, "nvmlDeviceGetClockInfo") &&
                find(nvml.power_limit, "nvmlDeviceGetPowerManagementLimit") &&
                find(nvml.driver_version, "nvmlSystemGetDriverVersion") && nvml.init() == 0;
+  find(nvml.p2p_status, "nvmlDeviceGetP2PStatus");
+  return nvml;
+}
+
+const Nvml& opened() {
+  static const Nvml nvml = open();
   return nvml;
 }
 
 }  // namespace
 
+std::optional<bool> joined_by_nvlink(int ordinal, int other) {
+  const Nvml& nvml = opened();
+  constexpr int kNvlink = 2, kOk = 0;
+  NvmlDevice a = nullptr, b = nullptr;
+  int status = 0;
+  if (!nvml.ready || nvml.p2p_status == nullptr || nvml.handle(static_cast<unsigned>(ordinal), &a) != 0 ||
+      nvml.handle(static_cast<unsigned>(other), &b) != 0 || nvml.p2p_status(a, b, kNvlink, &status) != 0)
+    return std::nullopt;
+  return status == kOk;
+}
+
 GpuState gpu_state(int ordinal) {
-  static const Nvml nvml = open();
+  const Nvml& nvml = opened();
   GpuState state;
   NvmlDevice device = nullptr;
   if (!nvml.ready || nvml.handle(static_cast<unsigned>(ordinal), &device) != 0) return state;

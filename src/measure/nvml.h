@@ -1,6 +1,7 @@
 // Clocks and limits of a GPU, through NVML opened at run time.
 #pragma once
 
+#include <optional>
 #include <string>
 
 namespace twostep {
@@ -13,5 +14,8 @@ struct GpuState {  // zero or empty where NVML is missing or does not say
 };
 // Of the ordinal in NVML's order, which is CUDA's unless CUDA_VISIBLE_DEVICES changes it.
 GpuState gpu_state(int ordinal);
+
+// Whether NVLink joins two GPUs, directly or through switches. None where NVML does not say.
+std::optional<bool> joined_by_nvlink(int ordinal, int other);
 
 }  // namespace twostep

@@ -1,7 +1,5 @@
 // The kernels of kernels/gather without a GPU: all ranks of a group at once, their CTAs taking turns at random, one
 // rank far ahead of another; and protocols with one rule broken, which must be found out.
-#include "gather/mailbox.cuh"
-
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -9,6 +7,7 @@
 #include <map>
 #include <random>
 
+#include "gather/fallback.cuh"
 #include "mailbox/contract.h"
 #include "tests/emulate/emulator.h"
 
@@ -17,12 +16,12 @@ namespace {
 
 namespace g = gather;
 
-static_assert(sizeof(g::Ring) == sizeof(Ring) && sizeof(g::Report) == sizeof(MailboxReport));
+static_assert(sizeof(g::Ring) == sizeof(MailboxRing) && sizeof(g::Report) == sizeof(MailboxReport));
 static_assert(sizeof(g::Control) == sizeof(RingControl) && sizeof(g::AddNorm) == sizeof(AddNormStep));
 static_assert(offsetof(g::Control, used) == offsetof(RingControl, used));
 static_assert(offsetof(g::Report, elapsed_ns) == offsetof(MailboxReport, elapsed_ns));
 static_assert(offsetof(g::Report, abort_request) == offsetof(MailboxReport, abort_request));
-static_assert(offsetof(g::Ring, op) == offsetof(Ring, op) && g::Protocol::kThreads == kMailboxThreads);
+static_assert(offsetof(g::Ring, op) == offsetof(MailboxRing, op) && g::Protocol::kThreads == kMailboxThreads);
 
 template <int kOf, class Base = g::Protocol>
 struct Rules : Base {
@@ -84,7 +83,7 @@ class Group {
 
   g::Ring ring(int rank, MailboxOp op) {
     const auto index = static_cast<std::size_t>(op);
-    Ring r{};
+    MailboxRing r{};
     for (int peer = 0; peer < kRanks; ++peer)
       r.regions[static_cast<std::size_t>(peer)] = ranks_[peer].region.get() + layout_.offset[index];
     r.control = &ranks_[rank].control[index];
@@ -370,6 +369,146 @@ TEST(EmulatedMailbox, an_abort_ends_a_wait) {
   group.run(fresh());
   EXPECT_EQ(group.status(0).code, StatusCode::kUnavailable) << group.status(0).message();
   EXPECT_NE(group.status(0).message().find("aborted"), std::string::npos);
+}
+
+// ---- What NCCL leaves to do
+
+static_assert(sizeof(g::Move) == sizeof(MoveStep) && offsetof(g::Move, empty_as) == offsetof(MoveStep, empty_as));
+static_assert(g::kMoveThreads == kMoveThreads && g::kBatch == kMoveBatch);
+static_assert(g::kNanPair == kNanPair && g::kNanWord == kNanWord);
+
+void run_move(const MoveStep& step, unsigned lines) {
+  const unsigned units = step.row_bytes / step.unit, of_cta = kMoveThreads * kMoveBatch;
+  emulate::run({(units + of_cta - 1) / of_cta, lines, 1}, kMoveThreads,
+               [&] { g::move_rows(std::bit_cast<g::Move>(step)); });
+}
+
+// Ranks' rows, packed where they have gaps, gathered as NCCL does and permuted: every element at its place, the pair
+// that a mailbox does not let through replaced, and nothing beside the rows written.
+void gather_by_moves(std::int64_t rows, std::int64_t cols, DType dtype, std::int64_t pad, std::int64_t offset,
+                     unsigned unit) {
+  constexpr std::int64_t kRanks = 3;
+  const auto size = static_cast<std::int64_t>(dtype_size(dtype));
+  const std::int64_t in_stride = cols + pad, out_stride = kRanks * cols + pad;
+  const auto byte_of = [&](std::int64_t rank, std::int64_t row, std::int64_t byte) {
+    const std::uint32_t word =
+        sent(7, static_cast<int>(row), static_cast<int>(rank), static_cast<std::uint64_t>(byte / 4));
+    return static_cast<std::uint8_t>(word >> 8 * (byte % 4));
+  };
+  const auto bytes_of = [&](std::int64_t count) {
+    return std::vector<std::uint8_t>(static_cast<std::size_t>(count * size), 0xa5);
+  };
+  std::vector<std::uint8_t> gathered = bytes_of(kRanks * rows * cols), out = bytes_of(offset + rows * out_stride);
+  for (std::int64_t rank = 0; rank < kRanks; ++rank) {
+    std::vector<std::uint8_t> in = bytes_of(offset + rows * in_stride);
+    for (std::int64_t row = 0; row < rows; ++row)
+      for (std::int64_t byte = 0; byte < cols * size; ++byte)
+        in[static_cast<std::size_t>((offset + row * in_stride) * size + byte)] = byte_of(rank, row, byte);
+    run_move(
+        pack_step(in.data() + offset * size, in_stride, rows, cols, dtype, gathered.data() + rank * rows * cols * size),
+        2);
+  }
+  GatherStep step;
+  step.out = out.data() + offset * size;
+  step.out_stride = out_stride;
+  step.rows = static_cast<std::uint32_t>(rows);
+  step.cols = static_cast<std::uint32_t>(cols);
+  step.dtype = dtype;
+  const MoveStep permute = permute_step(step, kRanks, gathered.data());
+  EXPECT_EQ(permute.unit, unit);
+  run_move(permute, 2);
+  std::int64_t wrong = 0, replaced = 0;
+  const bool pairs = dtype == DType::kBF16 && cols % 2 == 0;
+  for (std::int64_t at = 0; at < static_cast<std::int64_t>(out.size()); ++at) {
+    const std::int64_t element = at / size - offset, row = element / out_stride, column = element % out_stride;
+    std::uint8_t expected = 0xa5;
+    if (element >= 0 && column < kRanks * cols) {
+      const std::int64_t rank = column / cols, byte = column % cols * size + at % size;
+      expected = byte_of(rank, row, byte);
+      const auto word_of_ones = [&] {
+        for (std::int64_t b = byte / 4 * 4; b < byte / 4 * 4 + 4; ++b)
+          if (byte_of(rank, row, b) != 0xff) return false;
+        return true;
+      };
+      if (pairs && word_of_ones()) {
+        expected = byte % 2 == 1 ? 0x7f : 0xff;
+        ++replaced;
+      }
+    }
+    wrong += out[static_cast<std::size_t>(at)] != expected;
+  }
+  EXPECT_EQ(wrong, 0) << rows << " x " << cols << " " << dtype_name(dtype) << " pad " << pad << " offset " << offset;
+  EXPECT_EQ(pairs && rows * cols > 64, replaced > 0);
+}
+
+TEST(EmulatedFallback, rows_are_permuted_in_units_that_their_addresses_allow) {
+  gather_by_moves(5, 64, DType::kBF16, 8, 0, 16);
+  gather_by_moves(1, 2 * 5120, DType::kBF16, 0, 0, 16);
+  gather_by_moves(3, 42, DType::kBF16, 2, 2, 4);
+  gather_by_moves(4, 40, DType::kBF16, 1, 1, 2);
+  gather_by_moves(4, 33, DType::kBF16, 0, 0, 2);
+  gather_by_moves(3, 7, DType::kF32, 2, 1, 4);
+  gather_by_moves(2, 13, DType::kU8, 1, 0, 1);
+}
+
+TEST(EmulatedFallback, gathered_words_have_no_word_of_ones) {
+  constexpr std::uint32_t kWords = 13;
+  std::vector<std::uint32_t> out(2 * kWords + 1, 0xffffffff);
+  for (std::uint32_t i = 0; i < 2 * kWords; i += 2) out[i] = i;
+  GatherStep step;
+  step.out = out.data();
+  step.cols = kWords;
+  run_move(words_step(step, 2), 1);
+  for (std::uint32_t i = 0; i < 2 * kWords; ++i) EXPECT_EQ(out[i], i % 2 == 0 ? i : 0x7fffffff);
+  EXPECT_EQ(out.back(), 0xffffffff);
+}
+
+TEST(EmulatedFallback, residual_and_norm_follow_the_formula) {
+  constexpr std::uint32_t kRows = 3, kHidden = 8 * 41, kThreads = 32;
+  for (const bool with_residual : {false, true})
+    for (const bool with_gamma : {false, true})
+      for (const bool in_place : {false, true}) {
+        const auto bf16 = [](std::uint32_t i) { return float_to_bf16(static_cast<float>(std::sin(0.7 * i) * 3)); };
+        std::vector<std::uint16_t> in(kRows * kHidden), before(in.size()), residual(in.size(), 0xffff),
+            norm(in.size(), 0xffff);
+        std::vector<std::uint16_t> gamma(kHidden);
+        for (std::uint32_t i = 0; i < in.size(); ++i) in[i] = bf16(i), before[i] = bf16(3 * i + 1);
+        for (std::uint32_t i = 0; i < kHidden; ++i) gamma[i] = bf16(5 * i + 2);
+        if (in_place) residual = before;
+        std::uint16_t* before_at = in_place ? residual.data() : before.data();
+        const std::vector<std::uint16_t> sums = in;
+        std::uint16_t* norm_at = in_place ? in.data() : norm.data();
+        const g::AddNorm step = {in.data(),
+                                 with_residual ? before_at : nullptr,
+                                 residual.data(),
+                                 with_gamma ? gamma.data() : nullptr,
+                                 with_gamma ? norm_at : nullptr,
+                                 kHidden,
+                                 kHidden,
+                                 kHidden,
+                                 kHidden,
+                                 kRows,
+                                 kHidden,
+                                 1e-5f,
+                                 0};
+        emulate::run({2, 1, 1}, kThreads,
+                     [&] { g::add_norm<kThreads>(step, static_cast<float*>(emulate::cta_memory())); });
+        int wrong = 0;
+        for (std::uint32_t row = 0; row < kRows; ++row) {
+          double squares = 0;
+          for (std::uint32_t i = row * kHidden; i < (row + 1) * kHidden; ++i) {
+            const float sum = bf16_to_float(sums[i]) + (with_residual ? bf16_to_float(before[i]) : 0.0f);
+            wrong += residual[i] != float_to_bf16(sum);
+            squares += std::pow(bf16_to_float(residual[i]), 2);
+          }
+          for (std::uint32_t i = row * kHidden; with_gamma && i < (row + 1) * kHidden; ++i) {
+            const double exact = bf16_to_float(residual[i]) / std::sqrt(squares / kHidden + 1e-5) *
+                                 bf16_to_float(gamma[i - row * kHidden]);
+            wrong += !(std::abs(bf16_to_float(norm_at[i]) - exact) <= std::abs(exact) / 128);
+          }
+        }
+        EXPECT_EQ(wrong, 0) << with_residual << with_gamma << in_place;
+      }
 }
 
 }  // namespace

@@ -143,7 +143,7 @@ TEST(CoreEnvDeathTest, what_is_set_is_kept_with_its_value) {
   GTEST_FLAG_SET(death_test_style, "threadsafe");
   const auto child = [] {
     for (const char* name : {"TWOSTEP_CACHE_DIR", "TWOSTEP_CACHE", "TWOSTEP_JIT", "TWOSTEP_WARP", "TWOSTEP_NVRTC",
-                             "TWOSTEP_CUBLASLT", "TWOSTEP_LOG"})
+                             "TWOSTEP_CUBLASLT", "TWOSTEP_NCCL", "TWOSTEP_LOG"})
       unsetenv(name);
     setenv("TWOSTEP_THREADS", "3", 1);
     const std::vector<std::pair<std::string, std::string>> expected{{"TWOSTEP_THREADS", "3"}};

@@ -120,6 +120,50 @@ TEST(MailboxContract, operands_of_a_gather) {
   EXPECT_EQ(code(matrix(2, 3, 16, 64), matrix(2, 3, 64)), StatusCode::kOverlap);
 }
 
+TEST(MailboxContract, nccl_takes_what_a_mailbox_does_not) {
+  constexpr Carrier kNccl = Carrier::kNccl;
+  constexpr MailboxOp kGather = MailboxOp::kAllGather, kReduce = MailboxOp::kAllReduceAddNorm;
+  MailboxConfig config = good_config();
+  config.size = 12;
+  config.max_rows = 1000;
+  config.max_cols = 101;
+  EXPECT_FALSE(check_mailbox_config(&config, 12).ok());
+  ASSERT_TRUE(check_mailbox_config(&config, 12, kNccl).ok()) << check_mailbox_config(&config, 12, kNccl).message();
+  const auto accepts = [&](MailboxOp op, std::int64_t rows, std::int64_t cols, DType dtype = DType::kBF16) {
+    return mailbox_accepts(config, op, rows, cols, dtype, kNccl).ok();
+  };
+  EXPECT_TRUE(accepts(kGather, 1000, 101));
+  EXPECT_FALSE(accepts(kGather, 1000, 102));
+  EXPECT_FALSE(accepts(kGather, 1001, 1));
+  EXPECT_TRUE(accepts(kGather, 3, 50, DType::kF32));
+  EXPECT_FALSE(accepts(kGather, 3, 51, DType::kF32)) << "more bytes than there is room for";
+  EXPECT_TRUE(accepts(kGather, 3, 202, DType::kU8));
+  EXPECT_TRUE(accepts(kReduce, 1000, 7168));
+  EXPECT_FALSE(accepts(kReduce, 1, 12));
+  EXPECT_FALSE(accepts(kReduce, 1, 16, DType::kF32));
+  const Status refused = mailbox_accepts(config, kGather, 1001, 1, DType::kBF16, kNccl);
+  EXPECT_EQ(refused.place, "nccl.all_gather");
+
+  GatherStep step;
+  const auto code = [&](const TensorView& in, const TensorView& out) {
+    return check_all_gather(config, kDevice, in, out, &step, kNccl).code;
+  };
+  TensorView odd = matrix(1, 2, 5, 7);
+  odd.data = static_cast<std::byte*>(odd.data) + 2;
+  EXPECT_EQ(code(odd, matrix(2, 2, 60, 61)), StatusCode::kOk);
+  odd.data = static_cast<std::byte*>(odd.data) + 1;
+  EXPECT_EQ(code(odd, matrix(2, 2, 60, 61)), StatusCode::kBadLayout);
+  EXPECT_EQ(code(matrix(1, 2, 5), TensorView::matrix(address(2), 2, 60, kDevice, 0, DType::kF32)),
+            StatusCode::kUnsupported);
+  for (auto change : {+[](MailboxConfig& c) { c.size = 1; }, +[](MailboxConfig& c) { c.max_cols = 0; },
+                      +[](MailboxConfig& c) { c.max_rows = 1 << 20; }, +[](MailboxConfig& c) { c.max_hidden = 12; },
+                      +[](MailboxConfig& c) { c.max_cols = 1 << 30; }}) {
+    MailboxConfig bad = config;
+    change(bad);
+    EXPECT_EQ(check_mailbox_config(&bad, bad.size, kNccl).place, "nccl.create");
+  }
+}
+
 TEST(MailboxContract, operands_of_words) {
   const MailboxConfig config = good_config();
   GatherStep step;

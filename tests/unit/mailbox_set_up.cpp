@@ -378,5 +378,62 @@ TEST(MailboxSetUp, a_peer_that_is_gone_does_not_keep_close_waiting) {
   for (const Status& status : statuses) EXPECT_TRUE(status.ok()) << status.message();
 }
 
+// An NCCL that joins where all have rank 0's id.
+class HostNccl final : public NcclPlan {
+ public:
+  explicit HostNccl(int rank) : rank_(rank) {}
+  int version() const override { return version_code; }
+  NcclId unique_id() const override {
+    EXPECT_EQ(rank_, 0) << "one rank makes the id";
+    if (fails) fail(StatusCode::kDeviceError, "test", "ncclGetUniqueId", "some error", "ncclSuccess");
+    return {{'i', 'd'}};
+  }
+  void join(const NcclId& id) override { joined = id.bytes[0] == 'i' && id.bytes[1] == 'd'; }
+  void all_gather(const GatherStep&, Stream) override {}
+  void all_gather_words(const GatherStep&, Stream) override {}
+  void all_reduce_add_norm(const AddNormStep&, Stream) override {}
+  bool is_capturing(Stream) const override { return false; }
+  Status status() const override { return {}; }
+  void close() override {}
+
+  int version_code = 22809;
+  bool fails = false;
+  bool joined = false;
+
+ private:
+  const int rank_;
+};
+
+TEST(MailboxSetUp, ranks_join_nccl_by_the_id_of_rank_0_or_none_does) {
+  const auto statuses_of = [](auto change, bool all_join) {
+    return on_ranks(4, [&](int rank, Bootstrap& bootstrap) {
+      MailboxConfig config = config_of(rank, 4);
+      HostNccl plan(rank);
+      change(rank, config, plan);
+      try {
+        set_up_nccl(bootstrap, config, plan);
+      } catch (const Error&) {
+        EXPECT_FALSE(plan.joined);
+        throw;
+      }
+      EXPECT_EQ(plan.joined, all_join);
+    });
+  };
+  for (const Status& status : statuses_of([](int, MailboxConfig&, HostNccl&) {}, true))
+    EXPECT_TRUE(status.ok()) << status.message();
+  for (const Status& status : statuses_of([](int, MailboxConfig&, HostNccl& plan) { plan.fails = true; }, false)) {
+    EXPECT_EQ(status.code, StatusCode::kDeviceError);
+    EXPECT_EQ(status.argument, "rank 0: ncclGetUniqueId");
+  }
+  for (const Status& status :
+       statuses_of([](int rank, MailboxConfig&, HostNccl&plan) { plan.version_code -= rank == 2; }, false)) {
+    EXPECT_EQ(status.code, StatusCode::kInvalidArgument);
+    EXPECT_EQ(status.argument, "NCCL of rank 2");
+  }
+  for (const Status& status :
+       statuses_of([](int rank, MailboxConfig&config, HostNccl&) { config.max_rows += rank == 3; }, false))
+    EXPECT_EQ(status.argument, "max_rows of rank 3");
+}
+
 }  // namespace
 }  // namespace twostep
