@@ -61,7 +61,7 @@ def test_a_temperature_that_counts_as_0_is_judged_as_greedy(draft):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["--device", "cuda:0"], "draft: --device = cuda:0; accepted: auto, cpu"),
+        (["--device", "gpu"], "draft: --device = gpu; accepted: auto, cpu, cuda:0"),
         (["--method", "beam"], "draft: --method = beam; accepted: block, standard"),
         (["--steps", 1000], "draft: steps = 1000; accepted: 1 to 495"),
         (["--context", 2044], "draft: context = 2044; accepted: 2 to 2043"),
