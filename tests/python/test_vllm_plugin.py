@@ -1,6 +1,7 @@
 """The vLLM plug-in on trees of vLLM's names (vllm_tree.py), without vLLM, on the CPU or on TWOSTEP_TEST_DEVICE."""
 
 import logging
+import multiprocessing
 import os
 import sys
 import types
@@ -13,6 +14,7 @@ import vllm_tree as tree  # noqa: E402
 import twostep_vllm  # noqa: E402
 from twostep_vllm import drafter as drafting  # noqa: E402
 from twostep_vllm.drafter import Gather, rows_of  # noqa: E402
+from twostep_vllm.framework import Unserved  # noqa: E402
 from twostep_vllm.kda import keys_of  # noqa: E402
 from twostep_vllm.switches import Switches  # noqa: E402
 
@@ -162,6 +164,31 @@ def test_another_drafter_is_left_alone_with_the_reason(wrapper, caplog):
     runner.vllm_config.speculative_config.method = "eagle"
     served = twostep_vllm.serve(runner, Switches(kda=False))
     assert not served.parts and not served.unserved and not served.missing
+
+
+def _made_or_not(rank, path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
+    group = types.SimpleNamespace(world_size=2, cpu_group=torch.distributed.group.WORLD)
+    removed = []
+
+    def make(fails):
+        if fails:
+            raise RuntimeError("no memory")
+        return types.SimpleNamespace(remove=lambda: removed.append(rank))
+
+    try:
+        assert drafting.on_all_ranks(group, lambda: make(False)) is not None
+        with pytest.raises(Unserved, match="rank 1: no memory"):
+            drafting.on_all_ranks(group, lambda: make(rank == 1))
+    finally:
+        torch.distributed.destroy_process_group()
+    return removed
+
+
+def test_what_one_rank_cannot_serve_no_rank_serves(tmp_path):
+    with multiprocessing.get_context("spawn").Pool(2) as pool:
+        pending = [pool.apply_async(_made_or_not, (rank, str(tmp_path / "group"))) for rank in range(2)]
+        assert [result.get(timeout=120) for result in pending] == [[0], []]
 
 
 def test_a_head_of_two_ranks_is_gathered_and_cut(wrapper, monkeypatch):

@@ -161,19 +161,19 @@ def _logits(runner, switches):
     found = _drafter(runner)
     if found is None:
         return None
-    from twostep_vllm.drafter import Gather, Logits, mailbox_of, rows_of
+    from twostep_vllm.drafter import Gather, Logits, mailbox_of, on_all_ranks, rows_of
 
     drafter, tokens, requests = found
     head, gather, how = need(drafter, "lm_head"), None, ""
-    ranks = getattr(head, "tp_size", 1)
+    ranks, group = getattr(head, "tp_size", 1), find("vllm.distributed", "get_tp_group")()
     if ranks > 1:
         all_gather = find("vllm.distributed", "tensor_model_parallel_all_gather")
         mailbox, why = None, "TWOSTEP_VLLM_MAILBOX=0"
         if switches.mailbox:
-            mailbox, why = mailbox_of(find("vllm.distributed", "get_tp_group")(), head, runner.speculator)
+            mailbox, why = mailbox_of(group, head, runner.speculator)
         gather = Gather(ranks, all_gather, mailbox)
         how = f" on each of {ranks} ranks, gathered by " + ("the Mailbox" if mailbox else f"vLLM's all-gather ({why})")
-    return Logits(drafter, rows_of((tokens,), requests), gather, how, runner.speculator)
+    return on_all_ranks(group, lambda: Logits(drafter, rows_of((tokens,), requests), gather, how, runner.speculator))
 
 
 def _kda(runner, switches):

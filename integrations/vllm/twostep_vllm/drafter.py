@@ -2,6 +2,8 @@
 
 from collections import Counter
 
+import torch
+
 import twostep
 import twostep.torch
 from twostep_vllm.framework import Unserved, captures, need
@@ -67,6 +69,24 @@ def mailbox_of(group, head, speculator):
         return kind(need(group, "cpu_group"), head.weight.shape[0], rows=MOST_ROWS), ""
     except twostep.Error as error:  # the same on all ranks: creating one is a vote
         return None, str(error)
+
+
+def on_all_ranks(group, make):
+    """make() on every rank of a tensor-parallel group, or on none: ranks that gather in two ways wait for each other."""
+    if need(group, "world_size") == 1:
+        return make()
+    made, why, reasons = None, None, [None] * group.world_size
+    try:
+        made = make()
+    except Exception as error:
+        why = str(error) or type(error).__name__
+    torch.distributed.all_gather_object(reasons, why, group=need(group, "cpu_group"))
+    for rank, reason in enumerate(reasons):
+        if reason is not None:
+            if made is not None:
+                made.remove()
+            raise Unserved(f"rank {rank}: {reason}")
+    return made
 
 
 class Logits:
