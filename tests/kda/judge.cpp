@@ -237,15 +237,18 @@ namespace {
 
 constexpr std::int64_t kPool = 256;  // heads that the rules of plain need
 
-// The rates of 11.1 are those of many: a sample may exceed them by three standard deviations.
-bool within_rate(std::int64_t hits, double rate, std::int64_t count) {
+// The rates of 11.1 are those of many: a sample may exceed them by three standard deviations. Outputs of a head do not
+// flip one by one, though: a flip before its norm moves many of its 128 at once (19 in the worst of 500 draws of 20
+// heads).
+constexpr double kOfOneHead = 32;
+bool within_rate(std::int64_t hits, double rate, std::int64_t count, double at_once = 0) {
   const double expected = rate * static_cast<double>(count);
-  return static_cast<double>(hits) <= expected + 3 * std::sqrt(expected);
+  return static_cast<double>(hits) <= expected + 3 * std::sqrt(expected) + at_once;
 }
 
 // So may the error of few outputs: it is that of the few which lie on a rounding boundary.
 void expect_outputs(const Tally& tally) {
-  EXPECT_TRUE(within_rate(tally.unequal, 0.01, tally.outputs)) << to_string(tally);
+  EXPECT_TRUE(within_rate(tally.unequal, 0.01, tally.outputs, kOfOneHead)) << to_string(tally);
   const double share =
       static_cast<double>(kPool * kDim) / static_cast<double>(std::max<std::int64_t>(tally.outputs, 1));
   EXPECT_LE(tally.error_squares, 25e-8 * std::max(1.0, share) * tally.squares) << to_string(tally);
