@@ -15,7 +15,7 @@ def _run(body, ranks, *arguments):
     context = multiprocessing.get_context("spawn")
     with context.Pool(ranks) as pool:
         pending = [pool.apply_async(body, (rank, ranks, *arguments)) for rank in range(ranks)]
-        return [result.get(timeout=120) for result in pending]
+        return [result.get(timeout=300) for result in pending]
 
 
 def _path():
