@@ -1,13 +1,12 @@
 // What the kernels of the draft step share: the batch, its rows and pages, rows of BF16, norms, rotary pairs.
 #pragma once
 
-#include "common/ptx.cuh"
+#include "common/reduce.cuh"
 
 namespace twostep::draft {
 
 using i32 = int;
 
-constexpr int kWarp = 32;
 constexpr int kRowThreads = 256;  // of kernels that give a row to a CTA
 
 // Bits of a request's status: DraftStatus of twostep/drafter.h.
@@ -35,8 +34,6 @@ struct Cache {
 };
 
 __device__ inline float bf16_at(const u16* x, i64 i) { return __uint_as_float(u32(x[i]) << 16); }
-__device__ inline float low_bf16(u32 two) { return __uint_as_float(two << 16); }
-__device__ inline float high_bf16(u32 two) { return __uint_as_float(two & 0xffff0000u); }
 __device__ inline float not_a_number() { return __uint_as_float(0x7fffffffu); }
 __device__ inline float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
 
@@ -74,33 +71,12 @@ __device__ inline float dot(uint4 a, uint4 b, float sum) {
   return dot(a.w, b.w, dot(a.z, b.z, dot(a.y, b.y, dot(a.x, b.x, sum))));
 }
 
-// ---- Sums over a CTA, in a fixed order
-
-template <class T>
-__device__ inline T warp_sum(T v) {
-  for (int lane = kWarp / 2; lane > 0; lane /= 2) v += __shfl_xor_sync(0xffffffffu, v, lane);
-  return v;
-}
-
 __device__ inline int warp_max(int v) {
   for (int lane = kWarp / 2; lane > 0; lane /= 2) {
     const int other = __shfl_xor_sync(0xffffffffu, v, lane);
     v = other > v ? other : v;
   }
   return v;
-}
-
-// The sum over the CTA's kThreads threads, in all of them. `parts` holds one value per warp; it may be used again at
-// once.
-template <int kThreads, class T>
-__device__ inline T cta_sum(T v, T* parts) {
-  v = warp_sum(v);
-  __syncthreads();  // parts may still be read from the sum before
-  if (threadIdx.x % kWarp == 0) parts[threadIdx.x / kWarp] = v;
-  __syncthreads();  // parts are written
-  T sum = 0;
-  for (int warp = 0; warp < kThreads / kWarp; ++warp) sum += parts[warp];
-  return sum;
 }
 
 // ---- Rows

@@ -72,9 +72,9 @@ __device__ inline void add_norm(const AddNorm& a, float* parts) {
       const uint4 x = vector(a.in, a.in_stride, row, v);
       const uint4 residual = a.residual ? vector(a.residual, a.residual_stride, row, v) : make_uint4(0, 0, 0, 0);
       const auto sum = [&](u32 in, u32 before) {
-        const u32 s = pack_bf16(low(in) + low(before), high(in) + high(before));
-        squares += low(s) * low(s);
-        squares += high(s) * high(s);
+        const u32 s = pack_bf16(low_bf16(in) + low_bf16(before), high_bf16(in) + high_bf16(before));
+        squares += low_bf16(s) * low_bf16(s);
+        squares += high_bf16(s) * high_bf16(s);
         return s;
       };
       *reinterpret_cast<uint4*>(a.residual_out + row * a.residual_out_stride + v * 8) =
@@ -85,7 +85,7 @@ __device__ inline void add_norm(const AddNorm& a, float* parts) {
     for (u32 v = threadIdx.x; v < row_vectors; v += kThreads) {
       const uint4 s = vector(a.residual_out, a.residual_out_stride, row, v);  // of this thread
       const auto norm = [&](u32 two, u32 at) {
-        return pack_bf16(low(two) * scale * gamma_at(a, at), high(two) * scale * gamma_at(a, at + 1));
+        return pack_bf16(low_bf16(two) * scale * gamma_at(a, at), high_bf16(two) * scale * gamma_at(a, at + 1));
       };
       const u32 i = v * 8;
       *reinterpret_cast<uint4*>(a.norm_out + row * a.norm_out_stride + i) =

@@ -18,13 +18,12 @@
 // PDL: nothing is read or written before pdl_wait().
 #pragma once
 
-#include "common/ptx.cuh"
+#include "common/reduce.cuh"
 
 namespace twostep::gather {
 
 using i32 = int;
 
-constexpr int kWarp = 32;
 constexpr int kMostRanks = 8;
 constexpr int kBatch = 4;             // vectors of a thread in flight
 constexpr int kMostPieces = 4;        // vectors of a row that a thread keeps: hidden up to 8 * 512 * 4
@@ -351,26 +350,11 @@ __device__ inline void all_gather_words(const Ring& ring, const u32* in, u32* ou
 
 // ---- All-reduce with residual and norm
 
-__device__ inline float low(u32 two) { return __uint_as_float(two << 16); }
-__device__ inline float high(u32 two) { return __uint_as_float(two & 0xffff0000u); }
-
-// The sum over the CTA in a fixed order, in all threads.
-template <int kThreads>
-__device__ inline float cta_sum(float v, float* parts) {
-  for (int lane = kWarp / 2; lane > 0; lane /= 2) v += __shfl_xor_sync(0xffffffffu, v, lane);
-  __syncthreads();  // parts may still be read from the row before
-  if (threadIdx.x % kWarp == 0) parts[threadIdx.x / kWarp] = v;
-  __syncthreads();  // parts are written
-  float sum = 0;
-  for (int warp = 0; warp < kThreads / kWarp; ++warp) sum += parts[warp];
-  return sum;
-}
-
 // a = bf16( in_0 + in_1 + ... ) in FP32;  s = bf16( a + residual );  residual_out = s
 // norm_out = bf16( s * rsqrt(mean(s^2) + eps) * gamma )
 //   in, residual, residual_out, norm_out  [rows, hidden] BF16, rows *_stride elements apart; residual null: zero.
 //                                         residual_out may be residual, norm_out may be in
-//   gamma                                 [hidden] of type Gamma: u16 (BF16) or float; null: no norm, norm_out unused
+//   gamma                                 [hidden] BF16, or FP32 where gamma_f32; null: no norm, norm_out unused
 // A CTA has whole rows, so that every rank sums a row in the same order. hidden is a multiple of 8.
 struct AddNorm {
   const u16* in;
@@ -424,15 +408,15 @@ __device__ inline void all_reduce_add_norm(const Ring& ring, const AddNorm& a, S
           waiting = waiting && wait_for<Rules>(ring, round, patience, r,
                                                segment<Rules>(ring, ring.rank, round.stage, r) + vector, x[r]);
       const auto sum = [&](u32 uint4::*word, u32 before) {
-        float l = low(x[0].*word), h = high(x[0].*word);
+        float l = low_bf16(x[0].*word), h = high_bf16(x[0].*word);
 #pragma unroll
         for (int r = 1; r < Rules::kRanks; ++r) {
-          l += low(x[r].*word);
-          h += high(x[r].*word);
+          l += low_bf16(x[r].*word);
+          h += high_bf16(x[r].*word);
         }
-        const u32 s = pack_bf16(round_bf16(l) + low(before), round_bf16(h) + high(before));
-        squares += low(s) * low(s);
-        squares += high(s) * high(s);
+        const u32 s = pack_bf16(round_bf16(l) + low_bf16(before), round_bf16(h) + high_bf16(before));
+        squares += low_bf16(s) * low_bf16(s);
+        squares += high_bf16(s) * high_bf16(s);
         return s;
       };
       kept[p] = make_uint4(sum(&uint4::x, residual.x), sum(&uint4::y, residual.y), sum(&uint4::z, residual.z),
@@ -447,7 +431,7 @@ __device__ inline void all_reduce_add_norm(const Ring& ring, const AddNorm& a, S
       if (piece >= row_vectors || !waiting) continue;
       const u32 i = piece * 8;
       const auto norm = [&](u32 s, u32 at) {
-        return pack_bf16(low(s) * scale * gamma_at(a, at), high(s) * scale * gamma_at(a, at + 1));
+        return pack_bf16(low_bf16(s) * scale * gamma_at(a, at), high_bf16(s) * scale * gamma_at(a, at + 1));
       };
       *reinterpret_cast<uint4*>(a.norm_out + row * a.norm_out_stride + i) =
           make_uint4(norm(kept[p].x, i), norm(kept[p].y, i + 2), norm(kept[p].z, i + 4), norm(kept[p].w, i + 6));

@@ -391,4 +391,10 @@ Status status_of(const MailboxReport& r, double peer_limit_s) {
   return refusal(StatusCode::kInternal, place, "report", std::to_string(static_cast<unsigned>(r.cause)), "1 to 3");
 }
 
+void BoundStream::require(const std::string& place, Stream stream, bool capturing) const {
+  if (!capturing && handle_ && *handle_ != stream.handle)
+    fail(StatusCode::kInvalidArgument, place, "stream", fmt::format("{}", stream.handle),
+         "the stream of the first call, or one that captures", "call rebind_stream after a synchronisation");
+}
+
 }  // namespace twostep

@@ -42,6 +42,19 @@ const char* mailbox_op_name(MailboxOp op);  // "all_gather"
 // kOk without a report.
 Status status_of(const MailboxReport& report, double peer_limit_s);
 
+// The stream of a group's calls: that of the first one, but for streams that capture, which come and go.
+class BoundStream {
+ public:
+  // Throws kInvalidArgument for another stream.
+  void require(const std::string& place, Stream stream, bool capturing) const;
+  void keep(Stream stream, bool capturing) {
+    if (!capturing) handle_ = stream.handle;
+  }
+
+ private:
+  std::optional<void*> handle_;
+};
+
 // The GPU side of a mailbox: its kernels, its memory and that of the peers.
 class MailboxPlan : public PeerMemory {
  public:

@@ -16,7 +16,7 @@ struct Mailbox::Impl {
   Device device;
   Bootstrap* bootstrap = nullptr;
   std::unique_ptr<MailboxPlan> plan;
-  std::optional<void*> stream;  // of the first call
+  BoundStream stream;
   std::atomic<bool> aborted{false};
   std::atomic<bool> closed{false};
 
@@ -31,16 +31,13 @@ struct Mailbox::Impl {
 
   // Poisoned and closed mailboxes take no call, and a call takes the stream of those before. Whether it captures.
   bool require_ready(MailboxOp op, Stream on) const {
-    const auto refuse = [&](const char* argument, std::string value, const char* accepted, const char* remedy) {
-      fail(StatusCode::kInvalidArgument, std::string("mailbox.") + mailbox_op_name(op), argument, std::move(value),
-           accepted, remedy);
-    };
-    if (closed) refuse("the mailbox", "closed", "an open mailbox", "create it again on all ranks");
+    const std::string place = std::string("mailbox.") + mailbox_op_name(op);
+    if (closed)
+      fail(StatusCode::kInvalidArgument, place, "the mailbox", "closed", "an open mailbox",
+           "create it again on all ranks");
     throw_if_error(status());
     const bool capturing = plan->is_capturing(on);
-    if (!capturing && stream && *stream != on.handle)
-      refuse("stream", fmt::format("{}", on.handle), "the stream of the first call, or one that captures",
-             "call rebind_stream after a synchronisation");
+    stream.require(place, on, capturing);
     return capturing;
   }
 
@@ -48,7 +45,7 @@ struct Mailbox::Impl {
   void call(MailboxOp op, Stream on, Run&& run) {
     const bool capturing = require_ready(op, on);
     run();
-    if (!capturing) stream = on.handle;  // a stream of captures comes and goes
+    stream.keep(on, capturing);
   }
 };
 
@@ -136,7 +133,7 @@ void Mailbox::close() {
   throw_if_error(status);
 }
 
-void Mailbox::rebind_stream(Stream stream) { impl_->stream = stream.handle; }
+void Mailbox::rebind_stream(Stream stream) { impl_->stream.keep(stream, false); }
 int Mailbox::rank() const { return impl_->config.rank; }
 int Mailbox::size() const { return impl_->config.size; }
 Device Mailbox::device() const { return impl_->device; }

@@ -12,19 +12,18 @@ struct NcclGroup::Impl {
   MailboxConfig config;
   Device device;
   std::unique_ptr<NcclPlan> plan;
-  std::optional<void*> stream;  // of the first call
+  BoundStream stream;
   bool closed = false;
 
-  void require_ready(MailboxOp op, Stream on) {
-    const auto refuse = [&](const char* argument, std::string value, const char* accepted, const char* remedy) {
-      fail(StatusCode::kInvalidArgument, std::string("nccl.") + mailbox_op_name(op), argument, std::move(value),
-           accepted, remedy);
-    };
-    if (closed) refuse("the group", "closed", "an open group", "create it again on all ranks");
-    if (!stream) stream = on.handle;
-    if (*stream != on.handle && !plan->is_capturing(on))
-      refuse("stream", fmt::format("{}", on.handle), "the stream of the first call, or one that captures",
-             "call rebind_stream after a synchronisation");
+  template <class Run>
+  void call(MailboxOp op, Stream on, Run&& run) {
+    const std::string place = std::string("nccl.") + mailbox_op_name(op);
+    if (closed)
+      fail(StatusCode::kInvalidArgument, place, "the group", "closed", "an open group", "create it again on all ranks");
+    const bool capturing = plan->is_capturing(on);
+    stream.require(place, on, capturing);
+    run();
+    stream.keep(on, capturing);
   }
 };
 
@@ -63,15 +62,13 @@ NcclGroup NcclGroup::create(Bootstrap& bootstrap, const MailboxConfig& wanted, D
 void NcclGroup::all_gather(const TensorView& in, const TensorView& out, Stream stream) {
   GatherStep step;
   throw_if_error(check_all_gather(impl_->config, impl_->device, in, out, &step, Carrier::kNccl));
-  impl_->require_ready(MailboxOp::kAllGather, stream);
-  impl_->plan->all_gather(step, stream);
+  impl_->call(MailboxOp::kAllGather, stream, [&] { impl_->plan->all_gather(step, stream); });
 }
 
 void NcclGroup::all_gather_words(const TensorView& in, const TensorView& out, Stream stream) {
   GatherStep step;
   throw_if_error(check_all_gather_words(impl_->config, impl_->device, in, out, &step, Carrier::kNccl));
-  impl_->require_ready(MailboxOp::kAllGatherWords, stream);
-  impl_->plan->all_gather_words(step, stream);
+  impl_->call(MailboxOp::kAllGatherWords, stream, [&] { impl_->plan->all_gather_words(step, stream); });
 }
 
 void NcclGroup::all_reduce_add_norm(const TensorView& in, const std::optional<TensorView>& residual,
@@ -80,8 +77,7 @@ void NcclGroup::all_reduce_add_norm(const TensorView& in, const std::optional<Te
   AddNormStep step;
   throw_if_error(check_add_norm(impl_->config, impl_->device, in, residual, residual_out, gamma, eps, norm_out, &step,
                                 Carrier::kNccl));
-  impl_->require_ready(MailboxOp::kAllReduceAddNorm, stream);
-  impl_->plan->all_reduce_add_norm(step, stream);
+  impl_->call(MailboxOp::kAllReduceAddNorm, stream, [&] { impl_->plan->all_reduce_add_norm(step, stream); });
 }
 
 Status NcclGroup::accepts(MailboxOp op, std::int64_t rows, std::int64_t cols, DType dtype) const {
@@ -96,7 +92,7 @@ void NcclGroup::close() {
   impl_->plan->close();
 }
 
-void NcclGroup::rebind_stream(Stream stream) { impl_->stream = stream.handle; }
+void NcclGroup::rebind_stream(Stream stream) { impl_->stream.keep(stream, false); }
 int NcclGroup::rank() const { return impl_->config.rank; }
 int NcclGroup::size() const { return impl_->config.size; }
 const MailboxConfig& NcclGroup::config() const { return impl_->config; }

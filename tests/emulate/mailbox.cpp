@@ -7,6 +7,7 @@
 #include <map>
 #include <random>
 
+#include "core/hash.h"
 #include "gather/fallback.cuh"
 #include "mailbox/contract.h"
 #include "tests/emulate/emulator.h"
@@ -34,17 +35,12 @@ std::uint64_t fresh() {
   return number;
 }
 
-std::uint64_t mixed(std::uint64_t x) {
-  x = (x ^ (x >> 31)) * 0x9e3779b97f4a7c15u;
-  x = (x ^ (x >> 29)) * 0xbf58476d1ce4e5b9u;
-  return x ^ (x >> 32);
-}
 // Word i of what `rank` sends in its call number `call`; one in eight is a hard one.
 std::uint32_t sent(std::uint64_t data, int call, int rank, std::uint64_t i) {
   constexpr std::uint32_t kHard[] = {0xffffffff, 0xffff0000, 0x0000ffff, 0x7fc07fc0,
                                      0x80000000, 0x00010001, 0x7f80ff80, 0xfffffffe};
   const std::uint64_t x =
-      mixed(data + mixed((static_cast<std::uint64_t>(call) << 40) + (static_cast<std::uint64_t>(rank) << 32) + i));
+      mix64(data + mix64((static_cast<std::uint64_t>(call) << 40) + (static_cast<std::uint64_t>(rank) << 32) + i));
   return x % 8 == 0 ? kHard[x >> 32 & 7] : static_cast<std::uint32_t>(x >> 16);
 }
 // A finite BF16 pair, so that sums can be compared.

@@ -24,12 +24,6 @@ std::string fresh_path() {
          ("twostep-multi-" + std::to_string(::getpid()) + "-" + std::to_string(++number));
 }
 
-std::uint64_t mixed(std::uint64_t x) {
-  x = (x ^ (x >> 31)) * 0x9e3779b97f4a7c15u;
-  x = (x ^ (x >> 29)) * 0xbf58476d1ce4e5b9u;
-  return x ^ (x >> 32);
-}
-
 void Rank::write(void* device_memory, const void* host, std::size_t bytes) const {
   copy_to_device(device_memory, host, bytes, stream->view());
 }

@@ -17,7 +17,6 @@ namespace twostep::test {
 
 std::uint64_t test_seed();  // TWOSTEP_TEST_SEED, else a fresh number
 std::string fresh_path();
-std::uint64_t mixed(std::uint64_t x);
 
 // What a rank's thread has. All memory is taken before the group is created and given back after it is closed: an
 // allocation may wait for the GPU, where a virtual rank may be waiting for this one.

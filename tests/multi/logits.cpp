@@ -2,6 +2,7 @@
 #include "twostep/logits.h"
 
 #include "core/bf16.h"
+#include "core/hash.h"
 #include "group.h"
 
 namespace twostep::test {
@@ -15,7 +16,7 @@ TEST_P(LogitsOverRanks, are_the_shards_side_by_side_then_cut_capped_and_scaled) 
     const auto values = [&](std::size_t count, std::uint64_t stream) {
       std::vector<std::uint16_t> v(count);
       for (std::size_t i = 0; i < count; ++i)
-        v[i] = float_to_bf16(static_cast<float>(mixed(test_seed() + mixed((stream << 32) + i)) % 17) / 16 - 0.5f);
+        v[i] = float_to_bf16(static_cast<float>(mix64(test_seed() + mix64((stream << 32) + i)) % 17) / 16 - 0.5f);
       return v;
     };
     auto* head = reinterpret_cast<std::uint16_t*>(r.memory);

@@ -4,6 +4,7 @@
 #include <random>
 
 #include "core/bf16.h"
+#include "core/hash.h"
 #include "group.h"
 #include "jit/kernel_cache.h"
 
@@ -14,8 +15,8 @@ namespace {
 std::uint32_t sent(int call, int rank, std::uint64_t i) {
   constexpr std::uint32_t kHard[] = {0xffffffff, 0xffff0000, 0x0000ffff, 0x7fc07fc0,
                                      0x80000000, 0x00010001, 0x7f80ff80, 0xfffffffe};
-  const std::uint64_t x = mixed(
-      test_seed() + mixed((static_cast<std::uint64_t>(call) << 40) + (static_cast<std::uint64_t>(rank) << 32) + i));
+  const std::uint64_t x = mix64(
+      test_seed() + mix64((static_cast<std::uint64_t>(call) << 40) + (static_cast<std::uint64_t>(rank) << 32) + i));
   return x % 8 == 0 ? kHard[x >> 32 & 7] : static_cast<std::uint32_t>(x >> 16);
 }
 std::uint32_t arrives(std::uint32_t word, std::uint32_t instead) { return word == 0xffffffff ? instead : word; }

@@ -236,5 +236,17 @@ TEST(MailboxContract, grids_follow_the_sizes) {
   EXPECT_EQ(mailbox_grid(MailboxOp::kAllReduceAddNorm, 200, 100, 64), 64u);
 }
 
+TEST(MailboxContract, calls_keep_to_the_stream_of_the_first_one_and_captures_bind_nothing) {
+  const Stream a{address(1)}, b{address(2)};
+  BoundStream bound;
+  bound.require("test", a, true);
+  bound.keep(a, true);
+  EXPECT_NO_THROW(bound.require("test", b, false)) << "a stream that captures came first";
+  bound.keep(b, false);
+  EXPECT_NO_THROW(bound.require("test", b, false));
+  EXPECT_NO_THROW(bound.require("test", a, true));
+  EXPECT_THROW(bound.require("test", a, false), Error);
+}
+
 }  // namespace
 }  // namespace twostep
