@@ -110,6 +110,15 @@ inline u32 atomic_cas_relaxed_gpu(u32* to, u32 expected, u32 v) {
 inline u64 global_timer() { return emulate::clock_ns(); }
 inline void sleep_ns(u32) { emulate::give_way(); }
 
+// Copies by threads are there at once.
+inline void copy_async(std::uintptr_t to, const void* from, bool valid) {
+  if (valid) std::memcpy(reinterpret_cast<void*>(to), from, 16);
+  else std::memset(reinterpret_cast<void*>(to), 0, 16);
+}
+inline void copy_async_commit() {}
+template <int kPending>
+void copy_async_wait() {}
+
 // Fragments as the PTX manual lays them out: lane 4 * g + t holds elements 2t, 2t + 1 of row g of each 8 x 8 matrix.
 inline void load_matrices(u32 (&r)[4], std::uintptr_t address) {
   const unsigned lane = threadIdx.x % 32;
