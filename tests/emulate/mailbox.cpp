@@ -260,6 +260,7 @@ TEST(EmulatedMailbox, calls_of_all_kinds_and_sizes_move_every_bit) {
   for (std::uint64_t i = 0; i < 8; ++i) {
     EXPECT_EQ((wrong_words<Rules<2>>(fresh() + i, 40, false)), 0) << i;
     EXPECT_EQ((wrong_words<Rules<3>>(fresh() + i, 20, false)), 0) << i;
+    EXPECT_EQ((wrong_words<Rules<4>>(fresh() + i, 16, false)), 0) << i;
   }
   EXPECT_EQ((wrong_words<Rules<8>>(fresh(), 12, false)), 0);
 }
@@ -356,6 +357,27 @@ TEST(EmulatedMailbox, a_peer_that_does_not_come_is_named_and_later_launches_retu
   group.run(fresh());
   EXPECT_EQ(group.rank(0).control[0].epoch, 3u);
   EXPECT_NE(group.status(0).message().find("epoch 1 "), std::string::npos) << "the first report stays";
+}
+
+// What a launch that is held up looks like: no word was lost, and yet all accuse each other, after twice the limit.
+TEST(EmulatedMailbox, a_rank_that_comes_after_the_limit_ends_that_call_and_waits_for_the_others_in_the_next) {
+  Group<Rules<4>> group(fresh());
+  group.limit_ns = 20'000'000;
+  const Call call = {MailboxOp::kAllGather, 1, 64, 1};
+  for (int rank = 0; rank < 4; ++rank) group.add(rank, call);
+  group.host(1, [&] {
+    for (const int rank : {0, 2, 3})
+      while (group.rank(rank).poisoned == 0) emulate::give_way();
+  });
+  for (int rank = 0; rank < 4; ++rank) group.add(rank, call);
+  group.add(1, call);
+  EXPECT_EQ(group.run(fresh()), 0) << "what did arrive";
+  for (int rank = 0; rank < 4; ++rank) {
+    const Status status = group.status(rank);
+    EXPECT_EQ(status.code, StatusCode::kPeerLost);
+    EXPECT_EQ(group.rank(rank).report.peer, rank == 1 ? 0 : 1) << status.message();
+    EXPECT_EQ(group.rank(rank).report.epoch, rank == 1 ? 2u : 1u) << status.message();
+  }
 }
 
 TEST(EmulatedMailbox, an_abort_ends_a_wait) {
