@@ -58,8 +58,10 @@ inline int atomicMin(int* to, int value) {
 namespace twostep {
 
 inline std::uintptr_t smem_address(const void* p) { return reinterpret_cast<std::uintptr_t>(p); }
-inline void pdl_wait() {}
-inline void pdl_launch() {}
+inline void pdl_wait() {
+  if (!emulate::pdl_wait_is_skipped) emulate::wait_for_predecessors();
+}
+inline void pdl_launch() { emulate::let_successor_start(); }
 inline float infinity() { return __uint_as_float(0x7f800000u); }
 inline u16 to_bf16(float v) { return float_to_bf16(v); }
 inline float round_bf16(float v) { return bf16_to_float(float_to_bf16(v)); }
