@@ -145,6 +145,7 @@ enum class CaptureStatus : std::int32_t { kNone = 0, kActive = 1, kInvalidated =
   X(cuEventElapsedTime, "cuEventElapsedTime", (float* milliseconds, CUevent start, CUevent end))                       \
   X(cuGraphInstantiate, "cuGraphInstantiateWithFlags", (CUgraphExec*, CUgraph, unsigned long long flags))              \
   X(cuGraphLaunch, "cuGraphLaunch", (CUgraphExec, CUstream))                                                           \
+  X(cuGraphUpload, "cuGraphUpload", (CUgraphExec, CUstream))                                                           \
   X(cuGraphDestroy, "cuGraphDestroy", (CUgraph))                                                                       \
   X(cuGraphExecDestroy, "cuGraphExecDestroy", (CUgraphExec))                                                           \
   X(cuGraphGetNodes, "cuGraphGetNodes", (CUgraph, CUgraphNode*, std::size_t * count))                                  \

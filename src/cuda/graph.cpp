@@ -27,7 +27,9 @@ Graph::Graph(Stream stream, const std::function<void()>& enqueue) {
   try {
     TWOSTEP_CUDA_CHECK(cuStreamEndCapture(handle, &graph_), "cuda.Graph");
     TWOSTEP_CUDA_CHECK(cuGraphInstantiate(&exec_, graph_, 0), "cuda.Graph");
+    TWOSTEP_CUDA_CHECK(cuGraphUpload(exec_, handle), "cuda.Graph");
   } catch (...) {
+    if (exec_ != nullptr) driver().cuGraphExecDestroy(exec_);
     if (graph_ != nullptr) driver().cuGraphDestroy(graph_);
     throw;
   }

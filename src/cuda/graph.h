@@ -23,7 +23,7 @@ class Event {
   CUevent handle_ = nullptr;
 };
 
-// A captured, instantiated graph. Owned.
+// A captured, instantiated graph, on its way to the GPU in stream order. Owned.
 class Graph {
  public:
   // Captures what `enqueue` puts on the stream (capture mode: thread local). Throws what enqueue throws, with

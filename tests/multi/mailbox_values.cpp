@@ -240,13 +240,14 @@ TEST_P(MailboxTest, graphs_and_eager_calls_in_any_order_carry_what_is_new) {
       graphs.push_back(std::make_unique<Graph>(r.stream->view(), [&] {
         for (int i = 0; i < calls; ++i) one_call(kSizes[(calls + i) % 6]);
       }));
+    r.stream->synchronize();  // the graphs are on the GPU: an upload waits for what runs there
     r.meet();
     std::mt19937_64 random(test_seed());  // the same on all ranks
     for (int i = 0; i < 20'000; ++i) {
       if (random() % 8 == 0) one_call(kSizes[random() % 6]);
       else graphs[random() % 5]->launch(r.stream->view());
       // A launch into a full queue waits for room, with locks of the driver that virtual ranks share.
-      if (i % 32 == 31) r.stream->synchronize();
+      if (i % 8 == 7) r.stream->synchronize();
     }
     std::uint64_t host[2] = {};
     r.read(host, counts, sizeof host);
