@@ -31,9 +31,9 @@ struct Fiber {
 std::vector<std::unique_ptr<Fiber>> idle;  // with their stacks, to be used again
 
 struct Cta {
-  Cta(Dim of_grid, Dim of_block, unsigned threads, const std::function<void()>* kernel)
-      : grid(of_grid), block(of_block), body(kernel) {
-    std::memset(memory, 0xff, sizeof memory);
+  Cta(Dim of_grid, Dim of_block, unsigned threads, const std::function<void()>* kernel, std::size_t bytes)
+      : grid(of_grid), block(of_block), body(kernel), memory((bytes + sizeof(Line) - 1) / sizeof(Line)) {
+    std::memset(memory.data(), 0xff, memory.size() * sizeof(Line));
     for (unsigned i = 0; i < threads; ++i) {
       if (idle.empty()) {
         idle.push_back(std::make_unique<Fiber>());
@@ -51,7 +51,10 @@ struct Cta {
   const Dim grid, block;
   const std::function<void()>* const body;
   std::vector<std::unique_ptr<Fiber>> fibers;
-  alignas(16) std::byte memory[kCtaMemory];
+  struct alignas(16) Line {
+    std::byte bytes[16];
+  };
+  std::vector<Line> memory;
   bool done = false;
 };
 
@@ -148,18 +151,19 @@ struct Stream {
   bool begin() {  // false: all done
     if (next == launches.size()) return false;
     const Launch& launch = launches[next++];
-    for_each_block(launch.grid,
-                   [&](Dim at) { start(ctas.emplace_back(launch.grid, at, launch.threads, &launch.kernel)); });
+    for_each_block(launch.grid, [&](Dim at) {
+      start(ctas.emplace_back(launch.grid, at, launch.threads, &launch.kernel, launch.memory));
+    });
     return true;
   }
 };
 
 }  // namespace
 
-void run(Dim of_grid, unsigned threads, const std::function<void()>& kernel) {
+void run(Dim of_grid, unsigned threads, const std::function<void()>& kernel, std::size_t memory) {
   static bool descending = false;
   for_each_block(of_grid, [&](Dim at) {
-    Cta cta(of_grid, at, threads, &kernel);
+    Cta cta(of_grid, at, threads, &kernel, memory);
     start(cta);
     descending = !descending;
     while (!cta.done) turn(cta, descending);
@@ -191,7 +195,7 @@ void run_streams(const std::vector<std::vector<Launch>>& of, std::uint64_t seed)
 void give_way() { wait(State::kRuns); }
 std::uint64_t drawn(std::uint64_t below) { return order() % below; }
 std::uint64_t clock_ns() { return 1000 * (turns + 1); }
-void* cta_memory() { return running->memory; }
+void* cta_memory() { return running->memory.data(); }
 
 void cta_barrier() { wait(State::kAtCta); }
 void warp_barrier() { wait(State::kAtWarp); }
