@@ -167,6 +167,16 @@ __device__ inline void sum_slice(const Sampling& s, const Shard& shard, int chun
         shared.sums[slice][2 * t + j % 2][tile_of(n) + g + j / 2 * 8] = sums[n][j];
 }
 
+// The warps of a CTA share `count` times `parts` pieces of work, without a division.
+template <class Work>
+__device__ inline void for_each_part(int count, int parts, Work work) {
+  for (int q = 0, part = threadIdx.x / kWarp;; part += kSampleWarps) {
+    for (; part >= parts; part -= parts) ++q;
+    if (q >= count) return;
+    work(q, part);
+  }
+}
+
 // Draft i of the requests from `group` on: this CTA's best.
 template <class Model, int kStepsAtOnce>
 __device__ inline void draft(const Batch& batch, const Sampling& s, const Shard& shard, int i, i64 group,
@@ -177,16 +187,9 @@ __device__ inline void draft(const Batch& batch, const Sampling& s, const Shard&
 
   for (int chunk = 0; chunk < shard.rows; chunk += kChunkRows) {
     const int rows = shard.rows - chunk < kChunkRows ? shard.rows - chunk : kChunkRows;
-    const int parts = (rows + kWarp - 1) / kWarp;  // of a warp: the first chunk has the most
-    const auto for_each_part = [&](auto&& work) {
-      for (int q = 0, part = warp;; part += kSampleWarps) {
-        for (; part >= parts; part -= parts) ++q;
-        if (q >= count) break;
-        work(q, part);
-      }
-    };
+    const int parts = (rows + kWarp - 1) / kWarp;  // of a request, each of a warp; the first chunk has the most
 
-    for_each_part([&](int q, int part) {  // what does not need the token
+    for_each_part(count, parts, [&](int q, int part) {  // what does not need the token
       const i64 r = group + q, row = r * Model::kK + i;
       const int at = part * kWarp + lane;
       if (at >= rows || s.first_position[r] < 0) return;
@@ -208,7 +211,7 @@ __device__ inline void draft(const Batch& batch, const Sampling& s, const Shard&
     sum_slice<Model, kStepsAtOnce>(s, shard, chunk, rows, shared);
     __syncthreads();  // sums are there
 
-    for_each_part([&](int q, int part) {
+    for_each_part(count, parts, [&](int q, int part) {
       const i64 r = group + q, row = r * Model::kK + i;
       const int at = part * kWarp + lane;
       Best best = no_best();
