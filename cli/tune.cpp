@@ -133,6 +133,7 @@ class Run {
     for (; done < tasks_.size() && !out_of_time(); ++done) {
       progress.update(done, tasks_.size(), left(done));
       compile(done + kind_.ahead);
+      check(done);
       const auto result = tune(
           tasks_[done], kind_.plan(tasks_[done], facts_),
           [&](const TuneTask& task, const std::string& what, bool full) { return time(task, what, full); }, state_,
@@ -156,12 +157,23 @@ class Run {
     return timed;
   }
 
-  void compile(std::size_t index) {
-    if (index >= tasks_.size()) return;
+  std::vector<std::string> tactics_of(const TuneTask& task) const {
     std::vector<std::string> names;
-    for (const auto& [name, smem_bytes] : kind_.plan(tasks_[index], facts_).candidates)
-      if (!state_.failed(tasks_[index], name)) names.push_back(name);
-    client_.compile(tasks_[index], names);
+    for (const auto& [name, smem_bytes] : kind_.plan(task, facts_).candidates)
+      if (!state_.failed(task, name)) names.push_back(name);
+    return names;
+  }
+
+  void compile(std::size_t index) {
+    if (index < tasks_.size()) client_.compile(tasks_[index], tactics_of(tasks_[index]));
+  }
+
+  // A tactic that ends the worker would end it for every task: once is enough.
+  void check(std::size_t index) {
+    if (!check_together_) return;
+    const std::string failure = client_.check(tasks_[index], tactics_of(tasks_[index]));
+    check_together_ = failure.empty();
+    if (!check_together_) fmt::print("values are checked one by one from here on: {}\n", failure);
   }
 
   // The table first: what the state calls finished is in it.
@@ -208,6 +220,7 @@ class Run {
   const std::set<std::string> in_table_;
   TuneState state_;
   std::vector<TuneTask> tasks_;  // of the kind's, those to be measured
+  bool check_together_ = kind_.check_together;
   std::size_t failed_ = 0;
   std::array<int, 4> verdicts_{};  // by Verdict
 };

@@ -130,6 +130,20 @@ __device__ inline void tensor_map_prefetch(const void* map) {
 // The line of an address to L2.
 __device__ inline void prefetch_l2(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
 
+// ---- Asynchronous copies by threads, global to shared
+
+// 16 bytes; both addresses are multiples of 16. Zeros where it is not `valid`: nothing is read then.
+__device__ inline void copy_async(u32 to, const void* from, bool valid) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16u : 0u) : "memory");
+}
+// What this thread copied since the last commit becomes a group.
+__device__ inline void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Waits for this thread's groups but the last kPending.
+template <int kPending>
+__device__ inline void copy_async_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
 // ---- Matrix operands
 
 // Four 8 x 8 BF16 matrices; lane i gives the address of row i % 8 of matrix i / 8.

@@ -6,10 +6,11 @@
 // The k rows of a request and all heads share the keys: kK * kHeads query rows, kQueryRows of them per CTA. Visible:
 // keys before `end` on good pages; with kCausal, up to the row's own position; with a window, the last `window` of
 // them. A part of the context is read by one CTA per query tile; parts meet in `merge`, in their order, in FP32. A key
-// has weight 0 where it is not visible, and 0 * NaN is NaN. So a key that no row sees arrives as zeros, and one that
-// some rows see alone (behind their own position, or as the window moves on) as zeros where it is not finite: it then
-// scores NaN for those who see it, and nothing for the others. PDL: the cache's rows of this block come from the kernel
-// before, so nothing is read before pdl_wait().
+// has weight 0 where it is not visible, and 0 * NaN is NaN. So a key that no row sees arrives as zeros, and what is not
+// finite of one that some rows see alone (behind their own position, or as the window moves on) becomes zero: it then
+// scores NaN for those who see it, and nothing for the others. Tiles of keys come by asynchronous copies, kStages of
+// them under way at once. PDL: the cache's rows of this block come from the kernels before, so nothing is read before
+// pdl_wait().
 #pragma once
 
 #include "draft/row.cuh"
@@ -18,22 +19,22 @@ namespace twostep::draft {
 
 constexpr int kQueryRows = 32;  // two tiles of 16
 constexpr int kKeys = 64;       // of one tile: four groups of 16
+constexpr int kStages = 2;      // tiles of keys under way
 constexpr int kAttendThreads = 256;
 constexpr int kMergeThreads = 256;
-constexpr int kMaxSplits = 256;
+constexpr int kMergeColumns = 4 * kWarp;  // of one CTA: four per lane
 
 template <class Model>
 struct AttendShared {
   static constexpr int kStride = Model::kCacheWidth + 8;  // rows 16 bytes apart modulo 128: ldmatrix without conflicts
   static constexpr int kPStride = kKeys + 8;
   u16 q[kQueryRows][kStride];
-  u16 keys[kKeys][kStride];
+  u16 keys[kStages][kKeys][kStride];
   u16 p[kQueryRows][kPStride];
   float scores[kQueryRows][kKeys + 4];
   float maximum[kQueryRows], total[kQueryRows], shrink[kQueryRows];
-  // Of this tile and of the next: where a key is in the cache (-1: no row sees it), and whether it arrived spoilt.
-  i64 at[2][kKeys];
-  int spoilt[2][kKeys];
+  i64 at[kStages][kKeys];      // where a key is in the cache; -1: no row sees it
+  int spoilt[kStages][kKeys];  // it was not finite
 };
 
 __device__ inline bool are_finite(u32 two) { return (two & 0x7f80u) != 0x7f80u && (two & 0x7f800000u) != 0x7f800000u; }
@@ -59,8 +60,17 @@ __device__ inline void attend(const Batch& batch, const u16* q, const i64* posit
   const int first_row = blockIdx.x * kQueryRows;
   const int split = blockIdx.y;
   const i64 r = blockIdx.z;
-  pdl_wait();
   pdl_launch();
+  pdl_wait();
+
+  // ---- Load q; copies join the first tile's group
+  constexpr int kPieces = Model::kCacheWidth / 8;
+  const u16* q_rows = q + (r * kRows + first_row) * Model::kCacheWidth;
+  for (int i = threadIdx.x; i < kQueryRows * kPieces; i += kAttendThreads) {
+    const int row = i / kPieces, piece = i % kPieces;
+    const bool is = first_row + row < kRows;
+    copy_async(smem_address(&s.q[row][8 * piece]), is ? q_rows + 8 * i : q, is);
+  }
 
   // ---- This CTA's keys
   const i64 keys_end = end[r];
@@ -76,80 +86,86 @@ __device__ inline void attend(const Batch& batch, const u16* q, const i64* posit
   const i64 begin = low + split * tiles_of_split * kKeys;
   i64 stop = begin + tiles_of_split * kKeys;
   if (stop > keys_end) stop = keys_end;
-  const auto place = [&](i64 tile, int turn) {
-    if (threadIdx.x >= kKeys) return;
-    const i64 key = tile + threadIdx.x;
-    s.at[turn][threadIdx.x] = key >= first_seen && key < stop ? row_offset<Model>(batch, cache, r, key) : -1;
-    s.spoilt[turn][threadIdx.x] = 0;
+  const auto place = [&](i64 tile, int stage, int i) {
+    const i64 key = tile + i;
+    s.at[stage][i] = key >= first_seen && key < stop ? row_offset<Model>(batch, cache, r, key) : -1;
+    s.spoilt[stage][i] = 0;
   };
-  place(begin, 0);
-
-  // ---- Load q
-  for (int i = threadIdx.x; i < kQueryRows * (Model::kCacheWidth / 8); i += kAttendThreads) {
-    const int row = i / (Model::kCacheWidth / 8), piece = i % (Model::kCacheWidth / 8);
-    uint4 value = make_uint4(0, 0, 0, 0);
-    if (first_row + row < kRows)
-      value = reinterpret_cast<const uint4*>(q + (r * kRows + first_row + row) * Model::kCacheWidth)[piece];
-    *reinterpret_cast<uint4*>(&s.q[row][8 * piece]) = value;
-  }
+  const auto load_keys = [&](int stage) {
+#pragma unroll 6
+    for (int i = threadIdx.x; i < kKeys * kPieces; i += kAttendThreads) {
+      const int key = i / kPieces, piece = i % kPieces;
+      const i64 at = s.at[stage][key];
+      copy_async(smem_address(&s.keys[stage][key][8 * piece]), cache.data + (at < 0 ? 0 : at) + 8 * piece, at >= 0);
+    }
+    copy_async_commit();
+  };
+  static_assert(kStages * kKeys <= kAttendThreads);
+  if (threadIdx.x < kStages * kKeys)
+    place(begin + threadIdx.x / kKeys * kKeys, threadIdx.x / kKeys, threadIdx.x % kKeys);
   if (threadIdx.x < kQueryRows) {
     s.maximum[threadIdx.x] = -infinity();
     s.total[threadIdx.x] = 0;
   }
+  // In the softmax eight threads share a row.
+  const int softmax_row = threadIdx.x / 8, softmax_part = threadIdx.x % 8;
+  const i64 own =
+      first_row + softmax_row < kRows ? position[r * Model::kK + (first_row + softmax_row) / Model::kHeads] : -1;
+  const i64 oldest = window_of(own);
+  __syncthreads();  // the keys' places are there
+#pragma unroll
+  for (int stage = 0; stage < kStages; ++stage) load_keys(stage);
   float acc[kPairsOfWarp][2][2][4] = {};  // [pair][tile of 16 rows][8 columns]
 
-  int turn = 0;
-  for (i64 tile = begin; tile < stop; tile += kKeys, turn ^= 1) {
-    // ---- Load a tile of keys
-    __syncthreads();  // the tile before is no longer read; q, the statistics and the keys' places are there
-    for (int i = threadIdx.x; i < kKeys * (Model::kCacheWidth / 8); i += kAttendThreads) {
-      const int key = i / (Model::kCacheWidth / 8), piece = i % (Model::kCacheWidth / 8);
-      uint4 value = make_uint4(0, 0, 0, 0);
-      const i64 at = s.at[turn][key];
-      if (at >= 0) value = reinterpret_cast<const uint4*>(cache.data + at)[piece];
-      const bool of_some = (kCausal && tile + key > top) || tile + key < last_window;
-      if (of_some && !are_finite(value)) {
-        value = make_uint4(0, 0, 0, 0);
-        s.spoilt[turn][key] = 1;
+  int stage = 0;
+  for (i64 tile = begin; tile < stop; tile += kKeys, stage = (stage + 1) % kStages) {
+    auto& keys = s.keys[stage];
+    copy_async_wait<kStages - 1>();
+    __syncthreads();                                                  // the tile is there
+    if ((kCausal && tile + kKeys - 1 > top) || tile < last_window) {  // some of its keys are not seen by all rows
+      for (int i = threadIdx.x; i < kKeys * kPieces; i += kAttendThreads) {
+        const int key = i / kPieces;
+        const bool of_some = (kCausal && tile + key > top) || tile + key < last_window;
+        auto* piece = reinterpret_cast<uint4*>(&keys[key][i % kPieces * 8]);
+        if (!of_some || are_finite(*piece)) continue;
+        *piece = make_uint4(0, 0, 0, 0);
+        s.spoilt[stage][key] = 1;
       }
-      *reinterpret_cast<uint4*>(&s.keys[key][8 * piece]) = value;
+      __syncthreads();  // what was spoilt is told
     }
-    place(tile + kKeys, turn ^ 1);
-    __syncthreads();  // the tile is there, and the places of the next
 
-    // ---- Scores: a warp has 16 query rows and 16 keys
+    // ---- Scores: a warp has 16 query rows and 16 keys; even and odd steps are summed apart
     {
       const int rows16 = warp % 2 * 16, keys16 = warp / 2 * 16;
-      float score[2][4] = {};
-#pragma unroll 4
-      for (int c = 0; c < Model::kCacheWidth; c += 16) {
+      float score[2][2][4] = {};
+#pragma unroll
+      for (int step = 0; step < Model::kCacheWidth / 16; ++step) {
+        const int c = 16 * step;
         u32 a[4], b[4];
         load_matrices(a, smem_address(&s.q[rows16 + lane % 16][c + lane / 16 * 8]));
-        load_matrices(b, smem_address(&s.keys[keys16 + lane / 16 * 8 + lane % 8][c + lane / 8 % 2 * 8]));
-        mma_16x8x16(score[0], a, b[0], b[1]);
-        mma_16x8x16(score[1], a, b[2], b[3]);
+        load_matrices(b, smem_address(&keys[keys16 + lane / 16 * 8 + lane % 8][c + lane / 8 % 2 * 8]));
+        mma_16x8x16(score[step % 2][0], a, b[0], b[1]);
+        mma_16x8x16(score[step % 2][1], a, b[2], b[3]);
       }
 #pragma unroll
       for (int n = 0; n < 2; ++n)
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-          s.scores[rows16 + lane / 4 + i / 2 * 8][keys16 + 8 * n + lane % 4 * 2 + i % 2] = score[n][i];
+          s.scores[rows16 + lane / 4 + i / 2 * 8][keys16 + 8 * n + lane % 4 * 2 + i % 2] =
+              score[0][n][i] + score[1][n][i];
     }
     __syncthreads();  // the scores are there
 
-    // ---- Softmax: eight threads share a row
+    // ---- Softmax
     {
-      const int row = threadIdx.x / 8, part = threadIdx.x % 8;
-      const int index = first_row + row;  // of the request's query rows
-      const i64 at = index < kRows ? position[r * Model::kK + index / Model::kHeads] : -1;
-      const i64 oldest = window_of(at);
+      const int row = softmax_row, part = softmax_part;
       float score[kKeys / 8], highest = -infinity();
 #pragma unroll
       for (int i = 0; i < kKeys / 8; ++i) {
         const i64 key = tile + part + 8 * i;
-        const bool visible = at >= 0 && s.at[turn][part + 8 * i] >= 0 && (!kCausal || key <= at) && key >= oldest;
+        const bool visible = own >= 0 && s.at[stage][part + 8 * i] >= 0 && (!kCausal || key <= own) && key >= oldest;
         score[i] = visible ? Model::kScale * s.scores[row][part + 8 * i] : -infinity();
-        if (visible && s.spoilt[turn][part + 8 * i]) score[i] = not_a_number();
+        if (visible && s.spoilt[stage][part + 8 * i]) score[i] = not_a_number();
         highest = fmaxf(highest, score[i]);
       }
       for (int step = 4; step > 0; step /= 2) highest = fmaxf(highest, __shfl_xor_sync(0xffffffffu, highest, step));
@@ -170,16 +186,16 @@ __device__ inline void attend(const Batch& batch, const u16* q, const i64* posit
         s.maximum[row] = highest;
       }
     }
-    __syncthreads();  // p and shrink are there
+    __syncthreads();                          // p and shrink are there; the keys' places are no longer read
+    const i64 next = tile + kStages * kKeys;  // into this tile's room
+    if (next < stop && threadIdx.x < kKeys) place(next, stage, threadIdx.x);
 
-    // ---- Sums: a warp has every eighth pair of output columns
+      // ---- Sums: a warp has every eighth pair of output columns
 #pragma unroll
-    for (int n = 0; n < kPairsOfWarp; ++n) {
-      const int column = (n * kWarps + warp) * 16;
-      if (column >= Model::kKvLora) continue;
+    for (int m = 0; m < 2; ++m) {
+      const float upper = s.shrink[16 * m + lane / 4], lower = s.shrink[16 * m + lane / 4 + 8];
 #pragma unroll
-      for (int m = 0; m < 2; ++m) {
-        const float upper = s.shrink[16 * m + lane / 4], lower = s.shrink[16 * m + lane / 4 + 8];
+      for (int n = 0; n < kPairsOfWarp; ++n)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           acc[n][m][half][0] *= upper;
@@ -187,24 +203,33 @@ __device__ inline void attend(const Batch& batch, const u16* q, const i64* posit
           acc[n][m][half][2] *= lower;
           acc[n][m][half][3] *= lower;
         }
-      }
+    }
 #pragma unroll
-      for (int key = 0; key < kKeys; key += 16) {
+    for (int key = 0; key < kKeys; key += 16) {
+      u32 a[2][4];
+#pragma unroll
+      for (int m = 0; m < 2; ++m) load_matrices(a[m], smem_address(&s.p[16 * m + lane % 16][key + lane / 16 * 8]));
+#pragma unroll
+      for (int n = 0; n < kPairsOfWarp; ++n) {
+        const int column = (n * kWarps + warp) * 16;
+        if (column >= Model::kKvLora) continue;
         u32 b[4];
-        load_matrices_transposed(b, smem_address(&s.keys[key + lane % 16][column + lane / 16 * 8]));
+        load_matrices_transposed(b, smem_address(&keys[key + lane % 16][column + lane / 16 * 8]));
 #pragma unroll
         for (int m = 0; m < 2; ++m) {
-          u32 a[4];
-          load_matrices(a, smem_address(&s.p[16 * m + lane % 16][key + lane / 16 * 8]));
-          mma_16x8x16(acc[n][m][0], a, b[0], b[1]);
-          mma_16x8x16(acc[n][m][1], a, b[2], b[3]);
+          mma_16x8x16(acc[n][m][0], a[m], b[0], b[1]);
+          mma_16x8x16(acc[n][m][1], a[m], b[2], b[3]);
         }
       }
     }
+    __syncthreads();  // the tile is no longer read; the next one's places are there
+    if (next < stop) load_keys(stage);
+    else copy_async_commit();  // an empty group: the wait counts groups
   }
+  copy_async_wait<0>();
 
   // ---- Store
-  __syncthreads();  // the statistics of the last tile are there
+  __syncthreads();  // statistics are there where no tile was
   const i64 part_row = (r * splits + split) * kRows + first_row;
 #pragma unroll
   for (int n = 0; n < kPairsOfWarp; ++n) {
@@ -236,40 +261,69 @@ __device__ inline void attend(const Batch& batch, const u16* q, const i64* posit
   }
 }
 
-// o = the parts of `attend`, weighted by exp(largest - largest of all), over their sum. Weights first, so that the
-// loads of many parts are under way at once.   Grid (kK * heads, R), block kMergeThreads.
+// o = the parts of `attend`, weighted by exp(largest - largest of all), over their sum. A warp has every eighth part,
+// its loads under way before the weights are known; the warps' sums meet in their order. Grid (kK * heads, R, kKvLora /
+// kMergeColumns rounded up), block kMergeThreads.
 template <class Model>
 __device__ inline void merge(const float* sums, const float* stats, int splits, u16* o) {
-  constexpr int kRows = Model::kK * Model::kHeads;
-  __shared__ float largest[kMaxSplits], share[kMaxSplits], weight[kMaxSplits];
+  constexpr int kRows = Model::kK * Model::kHeads, kWarps = kMergeThreads / kWarp;
+  constexpr int kAtOnce = 6;  // loads under way: 48 parts
+  __shared__ float4 part_sums[kWarps][kWarp];
+  __shared__ float part_totals[kWarps];
+  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   const i64 row = blockIdx.x, r = blockIdx.y;
+  const int column = blockIdx.z * kMergeColumns + 4 * lane;
+  const bool inside = column < Model::kKvLora;
   const auto part = [&](int split) { return (r * splits + split) * kRows + row; };
-  pdl_wait();
+  const auto stats_of = [&](int split) { return reinterpret_cast<const float2*>(stats)[part(split)]; };
   pdl_launch();
-  for (int split = threadIdx.x; split < splits; split += kMergeThreads) {
-    const float2 two = reinterpret_cast<const float2*>(stats)[part(split)];
-    largest[split] = two.x;
-    share[split] = two.y;
-  }
-  __syncthreads();  // the statistics are there
-  float highest = -infinity(), total = 0;
-  for (int split = 0; split < splits; ++split) highest = fmaxf(highest, largest[split]);
-  for (int split = threadIdx.x; split < splits; split += kMergeThreads)
-    weight[split] = share[split] == 0 ? 0.0f : expf(largest[split] - highest);
-  __syncthreads();  // the weights are there
-  for (int split = 0; split < splits; ++split) total += weight[split] * share[split];
-  const float scale = total == 0 ? 0.0f : 1.0f / total;
-  for (int c = threadIdx.x * 2; c < Model::kKvLora; c += 2 * kMergeThreads) {
-    float x = 0, y = 0;
-#pragma unroll 8
-    for (int split = 0; split < splits; ++split) {
-      if (weight[split] == 0) continue;  // an empty part has no sums
-      const float2 two = *reinterpret_cast<const float2*>(sums + part(split) * Model::kKvLora + c);
-      x += weight[split] * two.x;
-      y += weight[split] * two.y;
+  pdl_wait();
+  float highest = -infinity();
+  for (int split = lane; split < splits; split += kWarp) highest = fmaxf(highest, stats_of(split).x);
+  for (int step = kWarp / 2; step > 0; step /= 2) highest = fmaxf(highest, __shfl_xor_sync(0xffffffffu, highest, step));
+
+  float4 sum = {0, 0, 0, 0};
+  float total = 0;
+  for (int first = warp; first < splits; first += kAtOnce * kWarps) {
+    float2 of_part[kAtOnce];
+    float4 value[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int split = first + i * kWarps;
+      of_part[i] = split < splits ? stats_of(split) : make_float2(-infinity(), 0);
+      value[i] = {0, 0, 0, 0};
+      if (split < splits && inside)
+        value[i] = *reinterpret_cast<const float4*>(sums + part(split) * Model::kKvLora + column);
     }
-    *reinterpret_cast<u32*>(o + (r * kRows + row) * Model::kKvLora + c) = pack_bf16(x * scale, y * scale);
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const bool empty = of_part[i].y == 0;  // it has no sums: what lies there is of another step
+      const float weight = empty ? 0.0f : expf(of_part[i].x - highest);
+      total += weight * of_part[i].y;
+      sum.x += empty ? 0.0f : weight * value[i].x;
+      sum.y += empty ? 0.0f : weight * value[i].y;
+      sum.z += empty ? 0.0f : weight * value[i].z;
+      sum.w += empty ? 0.0f : weight * value[i].w;
+    }
   }
+  part_sums[warp][lane] = sum;
+  if (lane == 0) part_totals[warp] = total;
+  __syncthreads();  // the warps' sums are there
+  if (warp != 0 || !inside) return;
+  sum = {0, 0, 0, 0};
+  total = 0;
+#pragma unroll
+  for (int i = 0; i < kWarps; ++i) {
+    const float4 other = part_sums[i][lane];
+    sum.x += other.x;
+    sum.y += other.y;
+    sum.z += other.z;
+    sum.w += other.w;
+    total += part_totals[i];
+  }
+  const float scale = total == 0 ? 0.0f : 1.0f / total;
+  *reinterpret_cast<uint2*>(o + (r * kRows + row) * Model::kKvLora + column) = {
+      pack_bf16(sum.x * scale, sum.y * scale), pack_bf16(sum.z * scale, sum.w * scale)};
 }
 
 }  // namespace twostep::draft

@@ -1,7 +1,6 @@
 // The block pass, beside its linears and its attention: input preparation (5.1), embedding (B0, B1), norms of the
 // latents and their cache rows (B3, B6), the halves of kv_b (B5, B8), residual and norm (B9, B11), activation (B10).
 // Spec: drafter 5.6. M = R * kK rows; heads of this rank.
-// PDL: weights are older than the kernel before; all else is read after pdl_wait().
 #pragma once
 
 #include "draft/row.cuh"
@@ -13,8 +12,8 @@ namespace twostep::draft {
 template <class Model>
 __device__ inline void queries(const Batch& batch, Cache cache, i32* ids, i64* position, i64* end, i64* first,
                                i32* status) {
-  pdl_wait();
   pdl_launch();
+  pdl_wait();
   const i64 r = blockIdx.x;
   const Rows rows = rows_of(batch, r);
   const i64 p = rows.good ? batch.positions[rows.first + rows.valid - 1] : -1;
@@ -43,36 +42,32 @@ template <class Model>
 __device__ inline void embed(const i32* ids, const u16* table, i64 table_stride, i64 first, i64 rows, const float* norm,
                              u16* residual, u16* x) {
   __shared__ float parts[kRowThreads / kWarp];
-  pdl_wait();
-  pdl_launch();
   const i64 row = blockIdx.x;
+  pdl_launch();
+  const NormWeight<Model::kHidden, kRowThreads> weight(norm);
+  pdl_wait();
   const i64 token = ids[row] - first;
-  u16* to = residual + row * Model::kHidden;
-  if (token >= 0 && token < rows) copy_row<Model::kHidden, kRowThreads>(table + token * table_stride, to);
-  else
-    for (int i = threadIdx.x; i < Model::kHidden; i += kRowThreads) to[i] = 0;
-  __syncthreads();  // the copy is complete: the norm reads it with wider loads
-  rms_norm<Model::kHidden, kRowThreads>(to, norm, Model::kEps, x + row * Model::kHidden, parts);
+  Row<Model::kHidden, kRowThreads> held;
+  if (token >= 0 && token < rows) held.load_any(table + token * table_stride);
+  else held.clear();
+  held.store(residual + row * Model::kHidden);
+  store_normed(held, weight, Model::kEps, x + row * Model::kHidden, parts);
 }
 
 // residual += o, one rounding; out = RMSNorm(residual).   Grid M, block kRowThreads.
 template <class Model>
 __device__ inline void add_norm(const u16* o, const float* norm, u16* residual, u16* out) {
   __shared__ float parts[kRowThreads / kWarp];
-  pdl_wait();
-  pdl_launch();
   const i64 at = i64(blockIdx.x) * Model::kHidden;
-  for (int piece = threadIdx.x; piece < Model::kHidden / 8; piece += kRowThreads) {
-    const uint4 a = reinterpret_cast<const uint4*>(residual + at)[piece];
-    const uint4 b = reinterpret_cast<const uint4*>(o + at)[piece];
-    const u32 left[4] = {a.x, a.y, a.z, a.w}, right[4] = {b.x, b.y, b.z, b.w};
-    u32 sum[4];
-    for (int j = 0; j < 4; ++j)
-      sum[j] = pack_bf16(low_bf16(left[j]) + low_bf16(right[j]), high_bf16(left[j]) + high_bf16(right[j]));
-    reinterpret_cast<uint4*>(residual + at)[piece] = make_uint4(sum[0], sum[1], sum[2], sum[3]);
-  }
-  // rms_norm reads each piece by the thread that wrote it.
-  rms_norm<Model::kHidden, kRowThreads>(residual + at, norm, Model::kEps, out + at, parts);
+  pdl_launch();
+  const NormWeight<Model::kHidden, kRowThreads> weight(norm);
+  pdl_wait();
+  Row<Model::kHidden, kRowThreads> sum, other;
+  sum.load(residual + at);
+  other.load(o + at);
+  sum.add(other);
+  sum.store(residual + at);
+  store_normed(sum, weight, Model::kEps, out + at, parts);
 }
 
 // q = RMSNorm of the query's latent; the key's latent, normed and rotated, goes to the cache.
@@ -81,124 +76,178 @@ template <class Model>
 __device__ inline void latents(const Batch& batch, const u16* qkv, const i64* position, const float* q_norm,
                                const float* kv_norm, const float* frequency, Cache cache, u16* q) {
   __shared__ float parts[kRowThreads / kWarp];
-  pdl_wait();
-  pdl_launch();
   const i64 row = blockIdx.x;
   const u16* from = qkv + row * (Model::kQLora + Model::kCacheWidth);
+  pdl_launch();
   if (blockIdx.y == 0) {
-    rms_norm<Model::kQLora, kRowThreads>(from, q_norm, Model::kEps, q + row * Model::kQLora, parts);
+    const NormWeight<Model::kQLora, kRowThreads> weight(q_norm);
+    pdl_wait();
+    Row<Model::kQLora, kRowThreads> held;
+    held.load(from);
+    store_normed(held, weight, Model::kEps, q + row * Model::kQLora, parts);
     return;
   }
+  const NormWeight<Model::kKvLora, kRowThreads> weight(kv_norm);
+  pdl_wait();
+  Row<Model::kKvLora, kRowThreads> latent;
+  latent.load(from + Model::kQLora);
   const i64 s = position[row];
   if (s < 0 || s >= Model::kMaxLen) return;
   const i64 at = row_offset<Model>(batch, cache, row / Model::kK, s);
   if (at < 0) return;
-  write_latent<Model, kRowThreads>(from + Model::kQLora, kv_norm, frequency, s, cache.data + at, parts);
+  store_latent<Model, kRowThreads>(latent, weight, from + Model::kQLora + Model::kKvLora, frequency, s, cache.data + at,
+                                   parts);
 }
 
-// ---- The halves of kv_b: per head kNope rows W_UK, then kV rows W_UV, each kKvLora wide
+// ---- The halves of kv_b: per head kNope rows W_UK, then kV rows W_UV, each kKvLora wide. Tensor cores, FP32 sums; the
+// weights are on their way to shared memory before pdl_wait().
 
-constexpr int kAbsorbColumns = 64;  // of one CTA
-constexpr int kBlockRows = 16;      // rows of q or o that a CTA takes at once
+constexpr int kBlockRows = 16;  // rows of q or o that a CTA takes: the rows of a matrix operand
+constexpr int kHalfThreads = 256;
+constexpr int kAbsorbColumns = 64;  // of one CTA: 8 per warp
+constexpr int kValueColumns = 16;   // of one CTA; the warps share the latent
+constexpr int kPad = 8;             // elements between rows of shared memory: ldmatrix without conflicts
+
+// `rows` rows of kWidth elements (rounded up to kPadded) into shared memory; zeros outside `rows` and kWidth.
+//   from: row 0, rows `stride` elements apart, all 16-byte aligned; kWidth a multiple of 8
+template <int kRows, int kPadded, class Valid>
+__device__ inline void copy_rows_async(u16 (*to)[kPadded + kPad], const u16* from, i64 stride, const Valid& valid) {
+  static_assert(kPadded % 8 == 0);
+#pragma unroll 4
+  for (int i = threadIdx.x; i < kRows * (kPadded / 8); i += kHalfThreads) {
+    const int row = i / (kPadded / 8), column = i % (kPadded / 8) * 8;
+    const bool is = valid(row, column);
+    copy_async(smem_address(&to[row][column]), is ? from + row * stride + column : from, is);
+  }
+}
 
 // out[row, head, c] = bf16( sum over d of q[row, head, d] * W_UK[head, d, c] ); behind it the query's rotary part,
 // turned.
 //   q [M, heads, kNope + kRope], out [M, heads, kCacheWidth]
-// Grid (kKvLora / kAbsorbColumns rounded up, heads, row groups of kBlockRows), block 256: a thread owns one column of
-// four rows. Each weight is read once per row group.
+// Grid (kKvLora / kAbsorbColumns rounded up, and one more for the rotary parts; heads; row groups of kBlockRows), block
+// kHalfThreads. Each weight is read once per row group.
 template <class Model>
 __device__ inline void absorb(const u16* q, const u16* kv_b, const i64* position, const float* frequency, i64 rows,
                               u16* out) {
-  constexpr int kRowsOfThread = kBlockRows / 4;
-  __shared__ float shared_q[kBlockRows][Model::kNope];
-  const int head = blockIdx.y;
+  constexpr int kDepth = (Model::kNope + 31) / 32 * 32;  // two steps of 16 at once
+  alignas(16) __shared__ u16 shared_q[kBlockRows][kDepth + kPad], shared_w[kDepth][kAbsorbColumns + kPad];
+  const int head = blockIdx.y, warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+  const int column = blockIdx.x * kAbsorbColumns;
   const i64 first = i64(blockIdx.z) * kBlockRows;
   const int count = rows - first < kBlockRows ? int(rows - first) : kBlockRows;
-  const u16* w = kv_b + i64(head) * (Model::kNope + Model::kV) * Model::kKvLora;
-  pdl_wait();
+  const u16* q_rows = q + (first * Model::kHeads + head) * Model::kHeadWidth;
+  u16* out_rows = out + (first * Model::kHeads + head) * Model::kCacheWidth;
+  constexpr i64 kQStride = i64(Model::kHeads) * Model::kHeadWidth, kOutStride = i64(Model::kHeads) * Model::kCacheWidth;
   pdl_launch();
-  for (int i = threadIdx.x; i < kBlockRows * Model::kNope; i += 256) {
-    const int row = i / Model::kNope, d = i % Model::kNope;
-    shared_q[row][d] = row < count ? bf16_at(q, ((first + row) * Model::kHeads + head) * Model::kHeadWidth + d) : 0.0f;
-  }
-  __syncthreads();  // q is there
-  const int column = blockIdx.x * kAbsorbColumns + threadIdx.x % kAbsorbColumns;
-  const int group = threadIdx.x / kAbsorbColumns;
-  if (column < Model::kKvLora) {
-    float sums[kRowsOfThread] = {};
-#pragma unroll 16
-    for (int d = 0; d < Model::kNope; ++d) {
-      const float weight = bf16_at(w, i64(d) * Model::kKvLora + column);
-      for (int i = 0; i < kRowsOfThread; ++i) sums[i] += shared_q[group + 4 * i][d] * weight;
+
+  if (column >= Model::kKvLora) {  // ---- The rotary parts
+    pdl_wait();
+    for (int i = threadIdx.x; i < count * (Model::kRope / 2); i += kHalfThreads) {
+      const int row = i / (Model::kRope / 2);
+      i64 s = position[first + row];
+      s = s < 0 ? 0 : s < Model::kMaxLen ? s : Model::kMaxLen - 1;
+      rotate_pair<Model>(q_rows + row * kQStride + Model::kNope, frequency, s, i % (Model::kRope / 2),
+                         out_rows + row * kOutStride + Model::kKvLora);
     }
-    for (int i = 0; i < kRowsOfThread; ++i)
-      if (group + 4 * i < count)
-        out[((first + group + 4 * i) * Model::kHeads + head) * Model::kCacheWidth + column] = to_bf16(sums[i]);
+    return;
   }
-  if (blockIdx.x != 0) return;
-  for (int i = threadIdx.x; i < count * (Model::kRope / 2); i += 256) {
-    const i64 row = first + i / (Model::kRope / 2);
-    i64 s = position[row];
-    s = s < 0 ? 0 : s < Model::kMaxLen ? s : Model::kMaxLen - 1;
-    rotate_pair<Model>(q + (row * Model::kHeads + head) * Model::kHeadWidth + Model::kNope, frequency, s,
-                       i % (Model::kRope / 2),
-                       out + (row * Model::kHeads + head) * Model::kCacheWidth + Model::kKvLora);
+
+  // ---- Load
+  copy_rows_async<kDepth, kAbsorbColumns>(
+      shared_w, kv_b + i64(head) * (Model::kNope + Model::kV) * Model::kKvLora + column, Model::kKvLora,
+      [column](int d, int c) { return d < Model::kNope && column + c < Model::kKvLora; });
+  pdl_wait();
+  copy_rows_async<kBlockRows, kDepth>(shared_q, q_rows, kQStride,
+                                      [count](int row, int d) { return row < count && d < Model::kNope; });
+  copy_async_commit();
+  copy_async_wait<0>();
+  __syncthreads();  // q and W are there
+
+  // ---- Multiply: a warp has 16 rows and 8 columns
+  float sums[4] = {};
+#pragma unroll
+  for (int d = 0; d < kDepth; d += 32) {
+    u32 low[4], high[4], b[4];
+    load_matrices(low, smem_address(&shared_q[lane % 16][d + lane / 16 * 8]));
+    load_matrices(high, smem_address(&shared_q[lane % 16][d + 16 + lane / 16 * 8]));
+    load_matrices_transposed(b, smem_address(&shared_w[d + lane][8 * warp]));
+    mma_16x8x16(sums, low, b[0], b[1]);
+    mma_16x8x16(sums, high, b[2], b[3]);
+  }
+
+  // ---- Store
+  const int c = column + 8 * warp + lane % 4 * 2;
+  if (c >= Model::kKvLora) return;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int row = lane / 4 + 8 * half;
+    if (row < count)
+      *reinterpret_cast<u32*>(out_rows + row * kOutStride + c) = pack_bf16(sums[2 * half], sums[2 * half + 1]);
   }
 }
-
-constexpr int kValueColumns = 32;  // outputs of one CTA, four per warp
 
 // out[row, head, d] = bf16( sum over c of o[row, head, c] * W_UV[head, d, c] ), then times sigmoid(gate) where it is
 // on.
 //   o [M, heads, kKvLora], out and gate [M, heads * kV]
-// Grid (kV / kValueColumns rounded up, heads, row groups of kBlockRows), block 256: a warp owns one output at a time,
-// its lanes share the latent.
+// Grid (kV / kValueColumns rounded up, heads, row groups of kBlockRows), block kHalfThreads.
 template <class Model>
 __device__ inline void values(const u16* o, const u16* kv_b, const u16* gate, i64 rows, u16* out) {
-  constexpr int kPieces = (Model::kKvLora / 2 + kWarp - 1) / kWarp;  // pairs of BF16 per lane
-  __shared__ u32 shared_o[kBlockRows][Model::kKvLora / 2];
+  constexpr int kWarps = kHalfThreads / kWarp, kSteps = Model::kKvLora / 16;
+  alignas(16) __shared__ u16 shared_o[kBlockRows][Model::kKvLora + kPad],
+      shared_w[kValueColumns][Model::kKvLora + kPad];
+  __shared__ float parts[kWarps][kBlockRows][kValueColumns];
   const int head = blockIdx.y, warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+  const int column = blockIdx.x * kValueColumns;
   const i64 first = i64(blockIdx.z) * kBlockRows;
   const int count = rows - first < kBlockRows ? int(rows - first) : kBlockRows;
-  pdl_wait();
   pdl_launch();
-  for (int i = threadIdx.x; i < count * (Model::kKvLora / 2); i += 256) {
-    const int row = i / (Model::kKvLora / 2), pair = i % (Model::kKvLora / 2);
-    shared_o[row][pair] =
-        reinterpret_cast<const u32*>(o + ((first + row) * Model::kHeads + head) * Model::kKvLora)[pair];
-  }
-  __syncthreads();  // o is there
-  for (int i = warp; i < kValueColumns; i += 256 / kWarp) {
-    const int d = blockIdx.x * kValueColumns + i;
-    if (d >= Model::kV) break;
-    const u16* w = kv_b + (i64(head) * (Model::kNope + Model::kV) + Model::kNope + d) * Model::kKvLora;
-    u32 weight[kPieces];
+
+  // ---- Load
+  copy_rows_async<kValueColumns, Model::kKvLora>(
+      shared_w, kv_b + (i64(head) * (Model::kNope + Model::kV) + Model::kNope + column) * Model::kKvLora,
+      Model::kKvLora, [column](int d, int) { return column + d < Model::kV; });
+  pdl_wait();
+  copy_rows_async<kBlockRows, Model::kKvLora>(shared_o, o + (first * Model::kHeads + head) * Model::kKvLora,
+                                              i64(Model::kHeads) * Model::kKvLora,
+                                              [count](int row, int) { return row < count; });
+  copy_async_commit();
+  copy_async_wait<0>();
+  __syncthreads();  // o and W are there
+
+  // ---- Multiply: a warp has every eighth step of 16 of the latent
+  float sums[2][4] = {};
 #pragma unroll
-    for (int piece = 0; piece < kPieces; ++piece) {
-      const int pair = piece * kWarp + lane;
-      weight[piece] = pair < Model::kKvLora / 2 ? reinterpret_cast<const u32*>(w)[pair] : 0u;
-    }
-    for (int row = 0; row < count; ++row) {
-      float sum = 0;
-#pragma unroll
-      for (int piece = 0; piece < kPieces; ++piece) {
-        const int pair = piece * kWarp + lane;
-        if (pair < Model::kKvLora / 2) sum = dot(shared_o[row][pair], weight[piece], sum);
-      }
-      sum = warp_sum(sum);
-      if (lane != 0) continue;
-      const i64 at = ((first + row) * Model::kHeads + head) * Model::kV + d;
-      out[at] = Model::kGate ? to_bf16(round_bf16(sum) * sigmoid(bf16_at(gate, at))) : to_bf16(sum);
-    }
+  for (int step = warp; step < kSteps; step += kWarps) {
+    const int c = 16 * step;
+    u32 a[4], b[4];
+    load_matrices(a, smem_address(&shared_o[lane % 16][c + lane / 16 * 8]));
+    load_matrices(b, smem_address(&shared_w[lane / 16 * 8 + lane % 8][c + lane / 8 % 2 * 8]));
+    mma_16x8x16(sums[0], a, b[0], b[1]);
+    mma_16x8x16(sums[1], a, b[2], b[3]);
   }
+
+  // ---- Reduce over the warps, and store
+#pragma unroll
+  for (int n = 0; n < 2; ++n)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) parts[warp][lane / 4 + i / 2 * 8][8 * n + lane % 4 * 2 + i % 2] = sums[n][i];
+  __syncthreads();  // parts are there
+  static_assert(kBlockRows * kValueColumns == kHalfThreads);
+  const int row = threadIdx.x / kValueColumns, d = column + int(threadIdx.x) % kValueColumns;
+  if (row >= count || d >= Model::kV) return;
+  float sum = 0;
+#pragma unroll
+  for (int i = 0; i < kWarps; ++i) sum += parts[i][row][threadIdx.x % kValueColumns];
+  const i64 at = ((first + row) * Model::kHeads + head) * Model::kV + d;
+  out[at] = Model::kGate ? to_bf16(round_bf16(sum) * sigmoid(bf16_at(gate, at))) : to_bf16(sum);
 }
 
 // out = bf16(silu(gate) * up), or the SiTU form.   gate_up [M, 2 * kInner], out [M, kInner]
 // Grid (kInner / 256 rounded up, M), block 256.
 template <class Model>
 __device__ inline void activate(const u16* gate_up, u16* out) {
-  pdl_wait();
   pdl_launch();
+  pdl_wait();
   const int column = blockIdx.x * 256 + threadIdx.x;
   if (column >= Model::kInner) return;
   const u16* row = gate_up + i64(blockIdx.y) * 2 * Model::kInner;

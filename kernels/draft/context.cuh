@@ -1,5 +1,5 @@
 // Ingest, beside its two linears: taps side by side (C0), the norm between the linears (C2), rows of the latent cache
-// (C4, C5). Spec: drafter 5.4. PDL: all of them read what the kernel before wrote, and nothing else early.
+// (C4, C5). Spec: drafter 5.4.
 #pragma once
 
 #include "draft/row.cuh"
@@ -17,8 +17,8 @@ struct TapList {
 // Grid (rows, kTaps), block kRowThreads. Rows of taps may have any alignment.
 template <class Model>
 __device__ inline void gather_taps(const TapList<Model::kTaps>& taps, const float* norm, u16* out) {
-  pdl_wait();
-  pdl_launch();
+  using Held = Row<Model::kTargetHidden, kRowThreads>;
+  __shared__ float parts[kRowThreads / kWarp];
   const i64 row = blockIdx.x;
   const int tap = blockIdx.y;
   const u16* from = nullptr;
@@ -26,21 +26,31 @@ __device__ inline void gather_taps(const TapList<Model::kTaps>& taps, const floa
   for (int i = 0; i < Model::kTaps; ++i)  // a parameter that is indexed would be copied to local memory
     if (i == tap) from = taps.data[i] + row * taps.stride[i];
   u16* to = out + (row * Model::kTaps + tap) * Model::kTargetHidden;
-  copy_row<Model::kTargetHidden, kRowThreads>(from, to);
-  if (!Model::kFcNorm) return;
-  __shared__ float parts[kRowThreads / kWarp];
-  __syncthreads();  // the copy is complete: the norm reads it with wider loads
-  rms_norm<Model::kTargetHidden, kRowThreads>(to, norm + tap * Model::kTargetHidden, Model::kEps, to, parts);
+  Held x;
+  pdl_launch();
+  if constexpr (Model::kFcNorm) {
+    const NormWeight<Model::kTargetHidden, kRowThreads> weight(norm + tap * Model::kTargetHidden);
+    pdl_wait();
+    x.load_any(from);
+    store_normed(x, weight, Model::kEps, to, parts);
+  } else {
+    pdl_wait();
+    x.load_any(from);
+    x.store(to);
+  }
 }
 
 // out[row] = RMSNorm(x[row]).   x rows x_stride elements apart, a multiple of 8.   Grid rows, block kRowThreads.
 template <class Model>
 __device__ inline void norm_context(const u16* x, i64 x_stride, const float* norm, u16* out) {
   __shared__ float parts[kRowThreads / kWarp];
-  pdl_wait();
-  pdl_launch();
   const i64 row = blockIdx.x;
-  rms_norm<Model::kHidden, kRowThreads>(x + row * x_stride, norm, Model::kEps, out + row * Model::kHidden, parts);
+  pdl_launch();
+  const NormWeight<Model::kHidden, kRowThreads> weight(norm);
+  pdl_wait();
+  Row<Model::kHidden, kRowThreads> held;
+  held.load(x + row * x_stride);
+  store_normed(held, weight, Model::kEps, out + row * Model::kHidden, parts);
 }
 
 // Cache rows of all layers.   kv [T, kLayers * kCacheWidth]; caches[layer] the cache's start; norms [kLayers][kKvLora].
@@ -53,10 +63,14 @@ __device__ inline void cache_context(const Batch& batch, const u16* kv, u16* con
   __shared__ int found;
   const i64 row = blockIdx.x;
   const int layer = blockIdx.y;
-  if (threadIdx.x == 0) found = int(batch.requests);
-  pdl_wait();
   pdl_launch();
+  const NormWeight<Model::kKvLora, kRowThreads> weight(norms[layer]);
+  if (threadIdx.x == 0) found = int(batch.requests);
   __syncthreads();  // nobody has found it
+  pdl_wait();
+  const u16* from = kv + (row * Model::kLayers + layer) * Model::kCacheWidth;
+  Row<Model::kKvLora, kRowThreads> latent;
+  latent.load(from);
   // All requests at once; no bisection, since row_start need not ascend where another request's numbers are bad.
   for (i64 r = threadIdx.x; r < batch.requests; r += kRowThreads) {
     const Rows rows = rows_of(batch, r);
@@ -72,14 +86,14 @@ __device__ inline void cache_context(const Batch& batch, const u16* kv, u16* con
     if (threadIdx.x == 0 && layer == 0) atomicOr(status + r, in_range ? kBadPage : kBadInput);
     return;
   }
-  write_latent<Model, kRowThreads>(kv + (row * Model::kLayers + layer) * Model::kCacheWidth, norms[layer], frequency,
-                                   position, caches[layer] + at, parts);
+  store_latent<Model, kRowThreads>(latent, weight, from + Model::kKvLora, frequency, position, caches[layer] + at,
+                                   parts);
 }
 
 // Before cache_context: each request's status starts anew.   Grid 1, block kRowThreads.
 __device__ inline void begin_ingest(const Batch& batch, i32* status) {
-  pdl_wait();
   pdl_launch();
+  pdl_wait();
   for (i64 r = threadIdx.x; r < batch.requests; r += kRowThreads)
     status[r] = batch.request[r] >= 0 && !rows_of(batch, r).good ? kBadInput : 0;
 }

@@ -16,8 +16,8 @@ constexpr int kPiece = 8 * kThreads;
 template <bool kCap>
 __device__ inline void cap_and_scale(const u16* l, i64 l_stride, u16* out, i64 out_stride, i64 rows, i64 cols,
                                      float soft_cap, float scale) {
-  pdl_wait();
   pdl_launch();
+  pdl_wait();
   const i64 pieces_of_row = (cols + kPiece - 1) / kPiece;
   for (i64 piece = blockIdx.x; piece < rows * pieces_of_row; piece += gridDim.x) {
     const i64 row = piece / pieces_of_row;

@@ -1,4 +1,8 @@
 // What the kernels of the draft step share: the batch, its rows and pages, rows of BF16, norms, rotary pairs.
+//
+// PDL: each kernel lets the next one start at its own start, before pdl_wait(). So the weights of a linear are under
+// way while the small kernels before it still wait for each other. pdl_wait() returns when the kernel before is
+// complete, and that one has waited for all before it; nothing but weights is read, and nothing written, before it.
 #pragma once
 
 #include "common/reduce.cuh"
@@ -81,43 +85,97 @@ __device__ inline int warp_max(int v) {
 
 // ---- Rows
 
-// A copy by all threads of a CTA. kWidth is a multiple of 8 and `to` 16-byte aligned; `from` need not be.
+// A row of kWidth BF16 in the registers of a CTA, eight to a piece. kWidth is a multiple of 8.
 template <int kWidth, int kThreads>
-__device__ inline void copy_row(const u16* from, u16* to) {
-  if (reinterpret_cast<u64>(from) % 16 == 0) {
-    for (int i = threadIdx.x; i < kWidth / 8; i += kThreads)
-      reinterpret_cast<uint4*>(to)[i] = reinterpret_cast<const uint4*>(from)[i];
-  } else {
-    for (int i = threadIdx.x; i < kWidth; i += kThreads) to[i] = from[i];
-  }
-}
+struct Row {
+  static constexpr int kPieces = (kWidth / 8 + kThreads - 1) / kThreads;
+  uint4 piece[kPieces];
 
-// out = bf16(x * rsqrt(mean(x^2) + eps) * weight) by all threads of a CTA. kWidth is a multiple of 8, rows are 16-byte
-// aligned. x is read once and kept in registers; out may be x.
+  __device__ static int at(int i) { return i * kThreads + int(threadIdx.x); }
+  __device__ static bool has(int i) { return at(i) < kWidth / 8; }
+
+  // All loads are under way at once. `from` is 16-byte aligned.
+  __device__ void load(const u16* from) {
+    clear();
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i)
+      if (has(i)) piece[i] = reinterpret_cast<const uint4*>(from)[at(i)];
+  }
+  // `from` may have any alignment.
+  __device__ void load_any(const u16* from) {
+    if (reinterpret_cast<u64>(from) % 16 == 0) return load(from);
+    clear();
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) {
+      if (!has(i)) continue;
+      const u16* x = from + 8 * at(i);
+      piece[i] =
+          make_uint4(x[0] | u32(x[1]) << 16, x[2] | u32(x[3]) << 16, x[4] | u32(x[5]) << 16, x[6] | u32(x[7]) << 16);
+    }
+  }
+  __device__ void clear() {
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) piece[i] = make_uint4(0, 0, 0, 0);
+  }
+  // The sum has one rounding.
+  __device__ void add(const Row& other) {
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) {
+      const uint4 a = piece[i], b = other.piece[i];
+      piece[i] = make_uint4(add_bf16(a.x, b.x), add_bf16(a.y, b.y), add_bf16(a.z, b.z), add_bf16(a.w, b.w));
+    }
+  }
+  // `to` is 16-byte aligned.
+  __device__ void store(u16* to) const {
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i)
+      if (has(i)) reinterpret_cast<uint4*>(to)[at(i)] = piece[i];
+  }
+
+ private:
+  __device__ static u32 add_bf16(u32 a, u32 b) {
+    return pack_bf16(low_bf16(a) + low_bf16(b), high_bf16(a) + high_bf16(b));
+  }
+};
+
+// The weight of a norm, held like a row: it is there before the row is.
 template <int kWidth, int kThreads>
-__device__ inline void rms_norm(const u16* x, const float* weight, float eps, u16* out, float* parts) {
-  constexpr int kPieces = (kWidth / 8 + kThreads - 1) / kThreads;
-  uint4 kept[kPieces];
+struct NormWeight {
+  using Held = Row<kWidth, kThreads>;
+  float4 of[Held::kPieces][2];
+
+  __device__ explicit NormWeight(const float* weight) {
+#pragma unroll
+    for (int i = 0; i < Held::kPieces; ++i)
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        of[i][half] = Held::has(i) ? reinterpret_cast<const float4*>(weight)[2 * Held::at(i) + half] : float4{};
+  }
+};
+
+// out = bf16(x * rsqrt(mean(x^2) + eps) * weight) by all threads of a CTA; out is 16-byte aligned.
+template <int kWidth, int kThreads>
+__device__ inline void store_normed(const Row<kWidth, kThreads>& x, const NormWeight<kWidth, kThreads>& weight,
+                                    float eps, u16* out, float* parts) {
+  Row<kWidth, kThreads> made;
   float squares = 0;
-  for (int i = 0; i < kPieces; ++i) {
-    const int piece = i * kThreads + threadIdx.x;
-    if (piece * 8 >= kWidth) break;
-    kept[i] = reinterpret_cast<const uint4*>(x)[piece];
-    const u32 words[4] = {kept[i].x, kept[i].y, kept[i].z, kept[i].w};
-    for (const u32 word : words) squares += low_bf16(word) * low_bf16(word) + high_bf16(word) * high_bf16(word);
+#pragma unroll
+  for (int i = 0; i < x.kPieces; ++i) {  // zero behind the end
+    const uint4 p = x.piece[i];
+    squares = dot(p, p, squares);
   }
   const float scale = 1.0f / sqrtf(cta_sum<kThreads>(squares, parts) / float(kWidth) + eps);
-  for (int i = 0; i < kPieces; ++i) {
-    const int piece = i * kThreads + threadIdx.x;
-    if (piece * 8 >= kWidth) break;
-    const u32 words[4] = {kept[i].x, kept[i].y, kept[i].z, kept[i].w};
-    u32 made[4];
-    for (int j = 0; j < 4; ++j) {
-      const float* w = weight + piece * 8 + 2 * j;
-      made[j] = pack_bf16(low_bf16(words[j]) * scale * w[0], high_bf16(words[j]) * scale * w[1]);
-    }
-    reinterpret_cast<uint4*>(out)[piece] = make_uint4(made[0], made[1], made[2], made[3]);
+  const auto normed = [scale](u32 two, float w0, float w1) {
+    return pack_bf16(low_bf16(two) * scale * w0, high_bf16(two) * scale * w1);
+  };
+#pragma unroll
+  for (int i = 0; i < x.kPieces; ++i) {
+    const uint4 p = x.piece[i];
+    const float4 a = weight.of[i][0], b = weight.of[i][1];
+    made.piece[i] =
+        make_uint4(normed(p.x, a.x, a.y), normed(p.y, a.z, a.w), normed(p.z, b.x, b.y), normed(p.w, b.z, b.w));
   }
+  made.store(out);
 }
 
 // One rotary pair of a row. sincosf reduces the full range: 2 ulp, below the 2^-22 that is asked for.
@@ -136,11 +194,12 @@ __device__ inline void rotate_pair(const u16* x, const float* frequency, i64 pos
 
 // [latent | rope] of one row into the cache: the norm of one, the rotation of the other. All threads of a CTA.
 template <class Model, int kThreads>
-__device__ inline void write_latent(const u16* kv, const float* norm, const float* frequency, i64 position, u16* row,
-                                    float* parts) {
-  rms_norm<Model::kKvLora, kThreads>(kv, norm, Model::kEps, row, parts);
+__device__ inline void store_latent(const Row<Model::kKvLora, kThreads>& latent,
+                                    const NormWeight<Model::kKvLora, kThreads>& weight, const u16* rope,
+                                    const float* frequency, i64 position, u16* row, float* parts) {
   for (int pair = threadIdx.x; pair < Model::kRope / 2; pair += kThreads)
-    rotate_pair<Model>(kv + Model::kKvLora, frequency, position, pair, row + Model::kKvLora);
+    rotate_pair<Model>(rope, frequency, position, pair, row + Model::kKvLora);
+  store_normed(latent, weight, Model::kEps, row, parts);
 }
 
 }  // namespace twostep::draft

@@ -117,8 +117,8 @@ template <class Model>
 __device__ inline void row_statistics(const Batch& batch, const Verify& v) {
   __shared__ Best bests[kVerifyWarps];
   __shared__ double sums[kVerifyWarps];
-  pdl_wait();
   pdl_launch();
+  pdl_wait();
   const int row = blockIdx.y;
   const i64 r = blockIdx.z;
   const bool of_target = row <= Model::kK;
@@ -219,8 +219,8 @@ template <class Model>
 __device__ inline void residual_mass(const Batch& batch, const Verify& v) {
   __shared__ double sums[kVerifyWarps];
   __shared__ Known<Model> known;
-  pdl_wait();
   pdl_launch();
+  pdl_wait();
   const int i = blockIdx.y + 1;
   const i64 r = blockIdx.z;
   const float temperature = batch.temperature[r];
@@ -281,8 +281,8 @@ __device__ inline void draw(const Batch& batch, const Verify& v) {
   __shared__ Best bests[kVerifyWarps];
   __shared__ Known<Model> known;
   __shared__ int kept;
-  pdl_wait();
   pdl_launch();
+  pdl_wait();
   const i64 r = blockIdx.y;
   i32* emitted = v.emitted + r * v.emitted_stride;
   const bool first_part = blockIdx.x == 0;
@@ -338,8 +338,8 @@ __device__ inline void draw(const Batch& batch, const Verify& v) {
 // emptied it, by the target's law. Then the request's next step begins.   Grid R, block kWarp.
 template <class Model>
 __device__ inline void emit(const Batch& batch, const Verify& v) {
-  pdl_wait();
   pdl_launch();
+  pdl_wait();
   const i64 r = blockIdx.x;
   if (is_padding<Model>(batch, v, r)) return;
   const Drawn part = v.drawn[r * kParts + threadIdx.x];

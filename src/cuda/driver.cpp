@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "core/check.h"
+#include "core/log.h"
 
 namespace twostep {
 namespace {
@@ -155,6 +156,16 @@ RelaxedCapture::RelaxedCapture() {
 }
 
 RelaxedCapture::~RelaxedCapture() { driver().cuThreadExchangeStreamCaptureMode(&mode_); }
+
+void quietly(CUcontext context, const std::function<void()>& work) noexcept {
+  try {
+    const ContextGuard current(context);
+    const RelaxedCapture relaxed;
+    work();
+  } catch (const std::exception& error) {
+    log_warn(error.what());
+  }
+}
 
 bool is_capturing(Stream stream) {
   CaptureStatus status = CaptureStatus::kNone;

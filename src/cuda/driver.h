@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <string>
 
 #include "twostep/status.h"
@@ -229,6 +230,10 @@ class RelaxedCapture {
  private:
   CaptureMode mode_ = CaptureMode::kRelaxed;
 };
+
+// For destructors: `work` with the context current and the capture mode relaxed. What it throws is logged: at the end
+// of a process the driver may be gone before the object.
+void quietly(CUcontext context, const std::function<void()>& work) noexcept;
 
 bool is_capturing(Stream stream);
 

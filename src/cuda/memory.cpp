@@ -34,14 +34,18 @@ OwnedStream::~OwnedStream() {
 
 void OwnedStream::synchronize() const { TWOSTEP_CUDA_CHECK(cuStreamSynchronize(stream_), "cuda.OwnedStream"); }
 
+// Of pageable memory the driver copies nothing before the stream is through, and may wait for that with a lock that
+// launches of other threads need: where a kernel of this stream waits for theirs, for ever. So the wait is ours.
 void copy_to_device(void* device, const void* host, std::size_t bytes, Stream stream) {
   const auto handle = static_cast<CUstream>(stream.handle);
+  TWOSTEP_CUDA_CHECK(cuStreamSynchronize(handle), "cuda.copy");
   TWOSTEP_CUDA_CHECK(cuMemcpyHtoDAsync(reinterpret_cast<CUdeviceptr>(device), host, bytes, handle), "cuda.copy");
   TWOSTEP_CUDA_CHECK(cuStreamSynchronize(handle), "cuda.copy");
 }
 
 void copy_to_host(void* host, const void* device, std::size_t bytes, Stream stream) {
   const auto handle = static_cast<CUstream>(stream.handle);
+  TWOSTEP_CUDA_CHECK(cuStreamSynchronize(handle), "cuda.copy");
   TWOSTEP_CUDA_CHECK(cuMemcpyDtoHAsync(host, reinterpret_cast<CUdeviceptr>(device), bytes, handle), "cuda.copy");
   TWOSTEP_CUDA_CHECK(cuStreamSynchronize(handle), "cuda.copy");
 }

@@ -13,11 +13,13 @@ namespace {
 
 // Of kernels/draft, asserted in the text of each kernel that uses them.
 constexpr std::int64_t kRowThreads = 256, kMergeThreads = 256, kVerifyThreads = 256, kActivateColumns = 256;
-constexpr std::int64_t kQueryRows = 32, kKeys = 64, kMaxSplits = 256;             // attention.cuh
-constexpr std::int64_t kAbsorbColumns = 64, kValueColumns = 32, kBlockRows = 16;  // block.cuh
-constexpr std::int64_t kTileRows = 16, kPickShared = 31600;                       // sample.cuh
-constexpr std::int64_t kPickCtasPerSm = 2;                                        // picks: 1
-constexpr std::int64_t kParts = 32;                                               // verify.cuh
+constexpr std::int64_t kQueryRows = 32, kKeys = 64, kStages = 2, kMergeColumns = 128;  // attention.cuh
+constexpr std::int64_t kAbsorbColumns = 64, kValueColumns = 16, kBlockRows = 16;       // block.cuh
+constexpr std::int64_t kPad = 8, kHalfWarps = 8;                                       // block.cuh
+constexpr std::int64_t kMaxSplits = 256;
+constexpr std::int64_t kTileRows = 16, kPickShared = 31600;  // sample.cuh
+constexpr std::int64_t kPickCtasPerSm = 2;                   // picks: 1
+constexpr std::int64_t kParts = 32;                          // verify.cuh
 
 std::int64_t pieces(std::int64_t size, std::int64_t piece) { return (size + piece - 1) / piece; }
 
@@ -57,23 +59,25 @@ const KernelText& text_of(StepKernel kernel) {
        "latents<Model>(batch, qkv, position, q_norm, kv_norm, frequency, cache, q)", kRowThreads, "kRowThreads == 256"},
       {"absorb", "block",
        "const u16* q, const u16* kv_b, const i64* position, const float* frequency, i64 rows, u16* out",
-       "absorb<Model>(q, kv_b, position, frequency, rows, out)", 256, "kAbsorbColumns == 64 && kBlockRows == 16"},
+       "absorb<Model>(q, kv_b, position, frequency, rows, out)", 256,
+       "kAbsorbColumns == 64 && kBlockRows == 16 && kHalfThreads == 256"},
       {"attend", "attention",
        "Batch batch, const u16* q, const i64* position, const i64* end, Cache cache, i64 window, int splits, u16* o, "
        "float* sums, float* stats",
        "extern __shared__ uint4 memory[];\n  attend<Model, false>(batch, q, position, end, cache, window, splits, o, "
        "sums, stats, memory)",
-       256, "kQueryRows == 32 && kKeys == 64 && kAttendThreads == 256"},
+       256, "kQueryRows == 32 && kKeys == 64 && kStages == 2 && kAttendThreads == 256"},
       {"attend_causal", "attention",
        "Batch batch, const u16* q, const i64* position, const i64* end, Cache cache, i64 window, int splits, u16* o, "
        "float* sums, float* stats",
        "extern __shared__ uint4 memory[];\n  attend<Model, true>(batch, q, position, end, cache, window, splits, o, "
        "sums, stats, memory)",
-       256, "kQueryRows == 32 && kKeys == 64 && kAttendThreads == 256"},
+       256, "kQueryRows == 32 && kKeys == 64 && kStages == 2 && kAttendThreads == 256"},
       {"merge", "attention", "const float* sums, const float* stats, int splits, u16* o",
-       "merge<Model>(sums, stats, splits, o)", kMergeThreads, "kMergeThreads == 256 && kMaxSplits == 256"},
+       "merge<Model>(sums, stats, splits, o)", kMergeThreads, "kMergeThreads == 256 && kMergeColumns == 128"},
       {"values", "block", "const u16* o, const u16* kv_b, const u16* gate, i64 rows, u16* out",
-       "values<Model>(o, kv_b, gate, rows, out)", 256, "kValueColumns == 32 && kBlockRows == 16"},
+       "values<Model>(o, kv_b, gate, rows, out)", 256,
+       "kValueColumns == 16 && kBlockRows == 16 && kHalfThreads == 256"},
       {"activate", "block", "const u16* gate_up, u16* out", "activate<Model>(gate_up, out)", kActivateColumns},
       {"pick", "sample", "Batch batch, Sampling sampling, int i", "pick<Model>(batch, sampling, i)", 256,
        "kSampleThreads == 256 && kTileRows == 16"},
@@ -203,7 +207,7 @@ class DevicePhases final : public StepPhases {
     std::int64_t rows = batch.requests * m_.k;
     void* arguments[] = {&b_.q,       &w_.layers[layer].kv_b, &b_.sequence_position, &w_.inverse_frequency, &rows,
                          &b_.q_latent};
-    launch(StepKernel::kAbsorb, {pieces(m_.kv_lora, kAbsorbColumns), m_.heads, pieces(rows, kBlockRows)}, stream,
+    launch(StepKernel::kAbsorb, {pieces(m_.kv_lora, kAbsorbColumns) + 1, m_.heads, pieces(rows, kBlockRows)}, stream,
            arguments);
   }
 
@@ -218,7 +222,7 @@ class DevicePhases final : public StepPhases {
            {pieces(m_.k * m_.heads, kQueryRows), splits, batch.requests}, stream, arguments);
     if (splits == 1) return;
     void* parts[] = {&sums_, &stats_, &splits, &b_.attended};
-    launch(StepKernel::kMerge, {m_.k * m_.heads, batch.requests, 1}, stream, parts);
+    launch(StepKernel::kMerge, {m_.k * m_.heads, batch.requests, pieces(m_.kv_lora, kMergeColumns)}, stream, parts);
   }
 
   void values(const StepBatch& batch, std::size_t layer, Stream stream) override {
@@ -391,9 +395,11 @@ Status check_sizes(const StepModel& m) {
   if (m.kv_lora % 16 != 0 || m.rope % 16 != 0)
     return refuse("kv_lora_rank, qk_rope_head_dim", fmt::format("{}, {}", m.kv_lora, m.rope),
                   "multiples of 16 on a GPU");
-  // absorb: FP32 rows of q. values: BF16 rows.
-  if (auto s = within("qk_nope_head_dim", m.nope, 4 * kBlockRows, 0); !s.ok()) return s;
-  return within("kv_lora_rank", m.kv_lora, 2 * kBlockRows, 0);
+  // absorb: rows of q and of W_UK, the depth rounded up to 32. values: rows of o and of W_UV, FP32 sums of each warp.
+  constexpr std::int64_t kOfDepth = 2 * (kBlockRows + kAbsorbColumns + kPad);
+  if (auto s = within("qk_nope_head_dim", m.nope, kOfDepth, 31 * kOfDepth + 2 * kBlockRows * kPad); !s.ok()) return s;
+  return within("kv_lora_rank", m.kv_lora, 2 * (kBlockRows + kValueColumns),
+                2 * (kBlockRows + kValueColumns) * kPad + 4 * kHalfWarps * kBlockRows * kValueColumns);
 }
 
 CompileRequest step_kernel_request(StepKernel kernel, const StepKernelModel& what, const std::string& arch) {
@@ -417,8 +423,8 @@ std::int64_t step_kernel_smem(StepKernel kernel, const StepModel& m, int sm_coun
   }
   if (kernel != StepKernel::kAttend && kernel != StepKernel::kAttendCausal) return 0;
   // AttendShared of kernels/draft/attention.cuh.
-  return 2 * (kQueryRows + kKeys) * (m.cache_width() + 8) + 2 * kQueryRows * (kKeys + 8) +
-         4 * kQueryRows * (kKeys + 4) + 4 * 3 * kQueryRows + 2 * kKeys * (8 + 4);
+  return 2 * (kQueryRows + kStages * kKeys) * (m.cache_width() + 8) + 2 * kQueryRows * (kKeys + 8) +
+         4 * kQueryRows * (kKeys + 4) + 4 * 3 * kQueryRows + kStages * kKeys * (8 + 4);
 }
 
 bool step_kernel_needed(StepKernel kernel, const StepModel& m, int sm_count, std::int64_t smem_per_block) {

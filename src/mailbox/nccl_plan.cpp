@@ -42,8 +42,7 @@ class CudaNccl final : public NcclPlan {
     sum_ = DeviceBuffer(bytes(config.max_rows, config.max_hidden));
   }
   ~CudaNccl() override {
-    const ContextGuard context(context_);
-    comm_.reset();
+    quietly(context_, [&] { comm_.reset(); });
   }
 
   int version() const override { return nccl_.version_code(); }

@@ -8,7 +8,6 @@
 
 #include "core/bf16.h"
 #include "core/check.h"
-#include "core/log.h"
 #include "cuda/launch.h"
 #include "cuda/memory.h"
 #include "jit/kernel_cache.h"
@@ -72,7 +71,7 @@ class CudaMailbox final : public MailboxPlan {
     uuid_ = uuid_of(device_);
   }
   ~CudaMailbox() override {
-    quietly([&] {
+    quietly(context_, [&] {
       stream_.reset();
       report_.reset();
     });
@@ -133,10 +132,10 @@ class CudaMailbox final : public MailboxPlan {
     poison("mailbox.close");
   }
   void unmap() noexcept override {
-    quietly([&] { region_.unmap(); });
+    quietly(context_, [&] { region_.unmap(); });
   }
   void release() noexcept override {
-    quietly([&] { region_.release(); });
+    quietly(context_, [&] { region_.release(); });
   }
 
   void all_gather(const GatherStep& step, Stream stream) override {
@@ -175,18 +174,6 @@ class CudaMailbox final : public MailboxPlan {
     const OwnedStream stream;
     TWOSTEP_CUDA_CHECK(cuMemsetD32Async(reinterpret_cast<CUdeviceptr>(poisoned()), 1, 1, stream.get()), place);
     stream.synchronize();
-  }
-
-  // At the end of a process the driver may be gone before this object.
-  template <class Work>
-  void quietly(Work&& work) noexcept {
-    try {
-      const ContextGuard context(context_);
-      const RelaxedCapture relaxed;
-      work();
-    } catch (const Error& error) {
-      log_warn(error.what());
-    }
   }
 
   void launch_op(MailboxOp op, std::int64_t rows, std::int64_t vectors, Stream stream, void** arguments) {

@@ -1,6 +1,9 @@
 #include "measure/bench_kda.h"
 
 #include <algorithm>
+#include <atomic>
+#include <mutex>
+#include <thread>
 
 #include "core/check.h"
 #include "kda/tactics.h"
@@ -63,17 +66,43 @@ double kda_mix_rate(const MeasureDevice& device, double writes, Machine& machine
 }
 
 KdaBench::KdaBench(const MeasureDevice& device, const KdaBenchOptions& options, std::vector<std::int64_t> requests,
-                   double rate)
+                   double rate, std::shared_ptr<const KdaJudge> judge)
     : device_(device),
       options_(options),
       requests_(std::move(requests)),
       rate_(rate),
       memory_(device),
-      layers_(memory_, options, requests_, l2_bytes(device)) {}
+      layers_(memory_, options, requests_, l2_bytes(device), std::move(judge)) {}
 
-void KdaBench::prepare(const std::optional<KdaTactic>& tactic) {
+void KdaBench::check(const std::vector<KdaTactic>& tactics) {
+  constexpr std::size_t kThreads = 8;  // each has up to 1 GB of results on the host
+  std::vector<KdaTactic> open;
+  for (const KdaTactic& tactic : tactics)
+    if (!layers_.judged(tactic)) open.push_back(tactic);
+  std::atomic<std::size_t> next{0};
+  std::mutex mutex;  // of layers_
+  const auto work = [&] {
+    for (std::size_t i = next++; i < open.size(); i = next++) {
+      try {
+        const ContextGuard context(device_.ordinal());
+        const OwnedStream stream;
+        KdaCudaMemory scratch(device_, stream.view());
+        const KdaErrors errors = layers_.judge().judge(scratch, open[i]);
+        const std::lock_guard lock(mutex);
+        layers_.add_values(open[i], errors);
+      } catch (const std::exception&) {  // shows again, with its sentence, when the tactic is prepared
+      }
+    }
+  };
+  std::vector<std::thread> threads;
+  for (std::size_t t = 0; t < std::min(kThreads, open.size()); ++t) threads.emplace_back(work);
+  for (std::thread& thread : threads) thread.join();
+  device_.synchronize();  // throws where the context is lost
+}
+
+void KdaBench::prepare(const std::optional<KdaTactic>& tactic, std::optional<std::int64_t> requests) {
   forced_ = tactic.has_value();
-  layers_.prepare(tactic);
+  layers_.prepare(tactic, requests);
   device_.synchronize();
 }
 

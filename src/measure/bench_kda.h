@@ -4,6 +4,8 @@
 
 #include <limits>
 #include <map>
+#include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -32,11 +34,13 @@ class KdaBench {
  public:
   // `device` must outlive the bench. `rate` is that of the mix; without it rows have no floor. Throws kOutOfMemory.
   KdaBench(const MeasureDevice& device, const KdaBenchOptions& options, std::vector<std::int64_t> requests,
-           double rate = 0);
+           double rate = 0, std::shared_ptr<const KdaJudge> judge = nullptr);
 
-  // Makes the layers ready, with one tactic for all keys or with the choice of each. Checks values: kInternal where
-  // they are wrong.
-  void prepare(const std::optional<KdaTactic>& tactic = {});
+  // Checks the values of many tactics side by side: most of it is the host's work. What is wrong shows in prepare.
+  void check(const std::vector<KdaTactic>& tactics);
+  // Makes the layers ready, with one tactic for all keys or with the choice of each; with `requests`, for that count
+  // alone. Checks values: kInternal where they are wrong.
+  void prepare(const std::optional<KdaTactic>& tactic = {}, std::optional<std::int64_t> requests = {});
   // Graphs of the ring's launches, or of fewer once `bytes` have moved.
   KdaRow measure(std::int64_t requests, Replays replays = {},
                  std::int64_t bytes = std::numeric_limits<std::int64_t>::max());

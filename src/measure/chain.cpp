@@ -1,5 +1,6 @@
 #include "measure/chain.h"
 
+#include <cmath>
 #include <deque>
 
 namespace twostep {
@@ -31,7 +32,13 @@ Summary ChainTimer::early(const Enqueue& enqueue, Replays replays) const {
   const Graph graph(device_.stream(), [&] {
     for (int i = 0; i < launches_; ++i) enqueue(i);
   });
-  return per_launch(time_graph(graph, device_.stream(), replays.warmup, replays.kept), launches_, 0);
+  int warmup = replays.warmup;
+  if (std::isfinite(replays.hopeless)) {
+    const Summary first = per_launch(time_graph(graph, device_.stream(), warmup, 1), launches_, 0);
+    if (first.median > replays.hopeless) return first;
+    warmup = 0;
+  }
+  return per_launch(time_graph(graph, device_.stream(), warmup, replays.kept), launches_, 0);
 }
 
 Summary ChainTimer::isolated(const Enqueue& enqueue, Replays replays) {

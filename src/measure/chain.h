@@ -2,6 +2,7 @@
 #pragma once
 
 #include <functional>
+#include <limits>
 #include <vector>
 
 #include "cuda/graph.h"
@@ -12,6 +13,8 @@ namespace twostep {
 struct Replays {
   int warmup = 3;
   int kept = 15;
+  // Microseconds per launch: where the first replay after the warm-up is slower, it is all that is measured.
+  double hopeless = std::numeric_limits<double>::infinity();
 };
 
 class ChainTimer {

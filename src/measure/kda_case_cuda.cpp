@@ -12,13 +12,9 @@ namespace twostep {
 
 void* KdaCudaMemory::allocate(std::size_t bytes) { return buffers_.emplace_back(bytes).data(); }
 
-void KdaCudaMemory::write(void* to, const void* host, std::size_t bytes) {
-  copy_to_device(to, host, bytes, device_.stream());
-}
+void KdaCudaMemory::write(void* to, const void* host, std::size_t bytes) { copy_to_device(to, host, bytes, stream_); }
 
-void KdaCudaMemory::read(void* host, const void* from, std::size_t bytes) {
-  copy_to_host(host, from, bytes, device_.stream());
-}
+void KdaCudaMemory::read(void* host, const void* from, std::size_t bytes) { copy_to_host(host, from, bytes, stream_); }
 
 void KdaCudaMemory::fill(void* to, std::int64_t count, std::uint64_t base, float scale) {
   constexpr std::int64_t kRow = 4096;
@@ -26,6 +22,7 @@ void KdaCudaMemory::fill(void* to, std::int64_t count, std::uint64_t base, float
   const std::int64_t whole = count / kRow * kRow;
   device_.fill(out, whole / kRow, kRow, kRow, base, Data::kNormal, scale);
   device_.fill(out + whole, 1, count - whole, kRow, base + 1, Data::kNormal, scale);
+  if (stream_.handle != device_.stream().handle) device_.synchronize();  // it fills on its own stream
 }
 
 void compile_kda(const std::vector<KdaBuild>& builds, const DeviceFacts& facts) {

@@ -8,13 +8,14 @@
 
 namespace twostep {
 
-// `device` must outlive the memory.
+// `device` must outlive the memory, `stream` too. On a stream of its own a thread beside others does not wait for them.
 class KdaCudaMemory final : public KdaMemory {
  public:
-  explicit KdaCudaMemory(const MeasureDevice& device) : device_(device) {}
+  explicit KdaCudaMemory(const MeasureDevice& device) : KdaCudaMemory(device, device.stream()) {}
+  KdaCudaMemory(const MeasureDevice& device, Stream stream) : device_(device), stream_(stream) {}
   Device device() const override { return device_.device(); }
-  Stream stream() const override { return device_.stream(); }
-  std::unique_ptr<KdaMemory> fresh() const override { return std::make_unique<KdaCudaMemory>(device_); }
+  Stream stream() const override { return stream_; }
+  std::unique_ptr<KdaMemory> fresh() const override { return std::make_unique<KdaCudaMemory>(device_, stream_); }
   void* allocate(std::size_t bytes) override;
   void write(void* to, const void* host, std::size_t bytes) override;
   void read(void* host, const void* from, std::size_t bytes) override;
@@ -22,6 +23,7 @@ class KdaCudaMemory final : public KdaMemory {
 
  private:
   const MeasureDevice& device_;
+  Stream stream_;
   std::vector<DeviceBuffer> buffers_;
 };
 

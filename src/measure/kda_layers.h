@@ -3,6 +3,8 @@
 
 #include <cstdint>
 #include <map>
+#include <memory>
+#include <optional>
 #include <vector>
 
 #include "measure/check_kda.h"
@@ -22,21 +24,28 @@ struct KdaBenchOptions {
   KdaShape shape(std::int64_t requests) const { return {heads, requests, tokens, conv_len, dim_first, records}; }
 };
 KdaProblem problem_of(const KdaBenchOptions& options);
+KdaProblem judged_problem(const KdaBenchOptions& options);  // small, by which the values of a tactic are judged
 
 // One (H, q) with several request counts. K3's form: lower-bound gate, no bias, FP32 owned weights, natural strides.
 class KdaLayers {
  public:
-  // `memory` must outlive this; `cache_bytes` is what has to be passed. Throws kOutOfMemory, std::bad_alloc.
+  // `memory` must outlive this; `cache_bytes` is what has to be passed; `judge` is that of judged_problem, if there is
+  // one already. Throws kOutOfMemory, std::bad_alloc.
   KdaLayers(KdaMemory& memory, const KdaBenchOptions& options, std::vector<std::int64_t> requests,
-            std::int64_t cache_bytes);
+            std::int64_t cache_bytes, std::shared_ptr<const KdaJudge> judge = nullptr);
 
-  // Makes the layers and prepares them, once for each tactic; without one each key has its own choice. Checks the
-  // values of each tactic on one small problem of the same key first: kInternal, for a wrong kernel has no speed.
-  void prepare(const std::optional<KdaTactic>& tactic = {});
+  // Makes the layers and prepares them, once for each tactic; without one each key has its own choice. With `requests`
+  // those of its ring alone: large steps rotate over few. Checks the values of each tactic on one small problem of the
+  // same key first: kInternal, for a wrong kernel has no speed.
+  void prepare(const std::optional<KdaTactic>& tactic = {}, std::optional<std::int64_t> requests = {});
   // Call `launch` of the chain of one request count.
   void run(std::int64_t requests, int launch);
 
   const KdaRing& ring(std::int64_t requests) const { return plans_.at(requests).ring; }
+  const KdaJudge& judge() const { return *judge_; }
+  bool judged(const KdaTactic& tactic) const;
+  // What the judge found elsewhere: prepare does not ask it again.
+  void add_values(const KdaTactic& tactic, const KdaErrors& errors);
   // A row with all but its times.
   KdaRow row(std::int64_t requests) const;
 
@@ -47,7 +56,7 @@ class KdaLayers {
   };
   KdaWeights weights(int layer) const;
   void make_records();
-  std::vector<PreparedKda> make_layers(const std::optional<KdaTactic>& tactic) const;
+  void make_layers(const std::optional<KdaTactic>& tactic, int count, std::vector<PreparedKda>& layers) const;
   void check_values(const KdaTactic& tactic);
 
   KdaMemory& memory_;
@@ -64,8 +73,8 @@ class KdaLayers {
   std::byte* weights_ = nullptr;                          // of all layers
   std::map<std::string, std::vector<PreparedKda>> made_;  // by the tactic's name; empty: no tactic was given
   std::vector<PreparedKda>* layers_ = nullptr;            // of made_: those that run
-  KdaJudge judge_;
-  std::vector<std::pair<KdaTactic, KdaErrors>> values_;
+  std::shared_ptr<const KdaJudge> judge_;
+  std::vector<std::pair<KdaTactic, KdaErrors>> values_;  // right or wrong
 };
 
 }  // namespace twostep

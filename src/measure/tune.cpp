@@ -34,6 +34,7 @@ std::string to_line(const TuneRequest& request) {
   Json json = {{"id", request.id}, {"task", request.key.empty() ? Json() : Json::parse(request.key)}};
   if (!request.time.empty()) json["time"] = request.time, json["full"] = request.full;
   if (!request.compile.empty()) json["compile"] = request.compile;
+  if (!request.check.empty()) json["check"] = request.check;
   return json.dump();
 }
 
@@ -46,6 +47,7 @@ TuneRequest tune_request(const std::string& line) {
     request.time = json.value("time", "");
     request.full = json.value("full", false);
     request.compile = json.value("compile", std::vector<std::string>{});
+    request.check = json.value("check", std::vector<std::string>{});
     return request;
   } catch (const nlohmann::json::exception& error) {
     fail(StatusCode::kDataError, kPlace, "request", error.what(), "a line of twostep tune");
@@ -128,6 +130,15 @@ void TuneClient::compile(const TuneTask& task, const std::vector<std::string>& n
   if (!names.empty()) (void)ask(request, &ignored);
 }
 
+std::string TuneClient::check(const TuneTask& task, const std::vector<std::string>& names) {
+  TuneRequest request;
+  request.key = task.key;
+  request.check = names;
+  std::string failure;
+  if (!names.empty()) (void)ask(request, &failure);
+  return failure;
+}
+
 // ---- One task
 
 void rank(std::vector<Finalist>& finalists) {
@@ -170,7 +181,9 @@ std::optional<TuneResult> tune(const TuneTask& task, const TunePlan& plan, const
   }
   std::sort(screened.begin(), screened.end());
   for (const auto& [us, name] : screened) {
+    constexpr std::size_t kAlways = 2;  // the best and its runner-up
     if (result.finalists.size() == plan.finalists) break;
+    if (result.finalists.size() >= kAlways && us > plan.close * screened.front().first) break;
     if (out_of_time()) return std::nullopt;
     if (const auto summary = time_tactic(name, true))
       result.finalists.push_back({name, plan.candidates.at(name), *summary});

@@ -6,6 +6,7 @@
 #include <chrono>
 #include <compare>
 #include <functional>
+#include <limits>
 #include <map>
 #include <optional>
 #include <set>
@@ -32,6 +33,7 @@ struct TunePlan {
       candidates;                       // the tactics that are tried, by name; shared memory, by which a tie is decided
   std::size_t finalists = 0;            // timed in full
   std::vector<std::string> references;  // what is timed in full beside them
+  double close = std::numeric_limits<double>::infinity();  // times the best of the screening: beyond, no third finalist
 };
 
 // ---- The worker, as the run sees it
@@ -49,7 +51,8 @@ struct TuneRequest {
   std::string time;                  // the name of a tactic or reference; empty: nothing to time
   bool full = false;                 // the protocol's replays; else a screening
   std::vector<std::string> compile;  // names of tactics to compile ahead on host threads
-};                                   // neither: say what the GPU is
+  std::vector<std::string> check;    // names of tactics whose values are checked now, side by side
+};                                   // none of them: say what the GPU is
 std::string to_line(const TuneRequest& request);
 TuneRequest tune_request(const std::string& line);  // throws kDataError
 
@@ -62,6 +65,9 @@ class TuneClient {
   DeviceFacts describe(Machine& machine);
   Timed time(const TuneTask& task, const std::string& what, bool full);
   void compile(const TuneTask& task, const std::vector<std::string>& names);
+  // Empty, or why the worker was lost: no tactic is to blame then, and each is checked when it is timed, as without
+  // this.
+  std::string check(const TuneTask& task, const std::vector<std::string>& names);
   int starts() const { return worker_.starts(); }
 
  private:
@@ -113,6 +119,7 @@ struct TuneKind {
   std::vector<TuneTask> tasks;      // in order
   std::vector<std::string> worker;  // arguments of its worker
   std::chrono::seconds limit{0};    // of its answers: far above the slowest honest one
+  bool check_together = false;      // values of a task's tactics are checked side by side before it
   std::size_t ahead = 1;  // tasks between the one that is timed and the one whose kernels are compiled beside it
   std::function<TunePlan(const TuneTask&, const DeviceFacts&)> plan;
   // Of the table; says nothing yet of where it was measured.

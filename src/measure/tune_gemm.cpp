@@ -116,7 +116,9 @@ TuneKind gemm_kind(const std::vector<GemmTask>& tasks, int count) {
   kind.worker = {"--candidates", std::to_string(count)};
   kind.limit = std::chrono::seconds(30);  // operands of 7 GB are made, and a kernel compiled, in a few
   kind.plan = [count](const TuneTask& task, const DeviceFacts& facts) {
-    TunePlan plan{{}, kFinalists, {kTimeCublas, kTimeLimit}};
+    TunePlan plan;
+    plan.finalists = kFinalists;
+    plan.references = {kTimeCublas, kTimeLimit};
     for (const auto& [name, tactic] : gemm_candidates(gemm_task(task.key), facts, count))
       plan.candidates.emplace(name, tactic.smem_bytes);
     return plan;

@@ -35,7 +35,10 @@ std::vector<KdaTask> kda_tasks(const KdaTuneKeys& keys);
 // for it runs on the caches of verify.
 KdaBenchOptions bench_options(const KdaTask& task);
 
-// All valid tactics, by their names. Equal on both sides of the pipe.
+// Whether a tactic may be the fastest for so many heads of all requests. False where a head has far more warps than the
+// GPU then holds at once, or far fewer than would fill it.
+bool may_win(const KdaTactic& tactic, std::int64_t request_heads, const DeviceFacts& facts);
+// The valid tactics that may win, by their names. Equal on both sides of the pipe.
 std::map<std::string, KdaTactic> kda_candidates(const KdaTask& task, const DeviceFacts& facts);
 
 TuneKind kda_kind(const KdaTuneKeys& keys);

@@ -4,13 +4,16 @@
 
 #include <condition_variable>
 #include <deque>
+#include <future>
 #include <istream>
+#include <limits>
 #include <memory>
 #include <mutex>
 #include <nlohmann/json.hpp>
 #include <ostream>
 #include <set>
 #include <thread>
+#include <utility>
 
 #include "core/check.h"
 #include "gemm/warp.h"
@@ -84,6 +87,7 @@ class TuneBench {
  public:
   virtual ~TuneBench() = default;
   virtual CompileRequest build(const std::string& key, const std::string& tactic) = 0;
+  virtual void check(const std::string& /*key*/, const std::vector<std::string>& /*tactics*/) {}
   virtual Summary time(const TuneRequest& request) = 0;
 };
 
@@ -137,33 +141,68 @@ class KdaTuneBench final : public TuneBench {
 
   CompileRequest build(const std::string& key, const std::string& tactic) override {
     const KdaTask task = kda_task(key);
+    if (!benched(task)) judge_ahead(task);
     KdaProblem problem = problem_of(bench_options(task));
     problem.tactic = tactic_of(task, tactic);
     return kda_compile_request(kda_kernel_text(kda_build_of(problem, device_.facts())), device_.facts().arch);
   }
 
+  void check(const std::string& key, const std::vector<std::string>& names) override {
+    const KdaTask task = kda_task(key);
+    std::vector<KdaTactic> tactics;
+    for (const std::string& name : names) tactics.push_back(tactic_of(task, name));
+    bench_of(task).check(tactics);
+  }
+
   Summary time(const TuneRequest& request) override {
     constexpr std::int64_t kFullBytes = 8'000'000'000;  // 2 ms: 64 launches of the longest step would be 230
+    constexpr std::int64_t kScreeningBytes = 2'000'000'000;
+    constexpr double kHopeless = 1.5;  // times the best screening of the task: no second sample
     const KdaTask task = kda_task(request.key);
-    const KdaTask shared{task.mode, task.tokens, task.heads, 0};
-    if (!bench_ || shared != benched_) {
-      bench_.reset();  // its memory is needed for the next
-      bench_.emplace(device_, bench_options(task), requests_);
-      benched_ = shared;
-    }
-    bench_->prepare(tactic_of(task, request.time));
-    return (request.full ? bench_->measure(task.requests, {}, kFullBytes) : bench_->screen(task.requests)).time;
+    KdaBench& bench = bench_of(task);
+    bench.prepare(tactic_of(task, request.time), task.requests);
+    if (request.full) return bench.measure(task.requests, {}, kFullBytes).time;
+    if (std::exchange(screened_, request.key) != request.key) best_us_ = std::numeric_limits<double>::infinity();
+    const Summary time = bench.measure(task.requests, {1, 3, kHopeless * best_us_}, kScreeningBytes).time;
+    best_us_ = std::min(best_us_, time.median);
+    return time;
   }
 
  private:
+  using Judge = std::shared_ptr<const KdaJudge>;
+  static KdaTask shared_of(const KdaTask& task) { return {task.mode, task.tokens, task.heads, 0}; }
+
+  bool benched(const KdaTask& task) const { return bench_ && shared_of(task) == benched_; }
+  KdaBench& bench_of(const KdaTask& task) {
+    if (!benched(task)) {
+      const Judge judge = judge_ahead(task).get();
+      judges_.erase(shared_of(task));
+      bench_.reset();  // its memory is needed for the next
+      bench_.emplace(device_, bench_options(task), requests_, 0, judge);
+      benched_ = shared_of(task);
+    }
+    return *bench_;
+  }
+  // FP64 results take the host a second: they are made while the GPU times the keys before.
+  std::shared_future<Judge>& judge_ahead(const KdaTask& task) {
+    const auto [found, missing] = judges_.try_emplace(shared_of(task));
+    if (missing)
+      found->second = std::async(std::launch::async, [problem = judged_problem(bench_options(task))] {
+                        return std::make_shared<const KdaJudge>(problem);
+                      }).share();
+    return found->second;
+  }
   KdaTactic tactic_of(const KdaTask& task, const std::string& name) const {
     return named(kda_candidates(task, device_.facts()), name);
   }
 
   const MeasureDevice& device_;
   const std::vector<std::int64_t> requests_;
+  std::map<KdaTask, std::shared_future<Judge>> judges_;  // of what comes next, without request counts
   KdaTask benched_;
   std::optional<KdaBench> bench_;
+  std::string screened_;  // the task whose tactics are being screened
+  double best_us_ = 0;    // of them
 };
 
 class TuneServer {
@@ -178,7 +217,8 @@ class TuneServer {
       CompileRequest build = bench_->build(request.key, name);
       if (asked_.insert(build.text).second) ahead_.add(std::move(build));
     }
-    if (!request.compile.empty()) return Json::object();
+    if (!request.check.empty()) bench_->check(request.key, request.check);
+    if (!request.compile.empty() || !request.check.empty()) return Json::object();
     if (!request.time.empty()) return summary_json(bench_->time(request));
     const DeviceFacts& facts = device_.facts();
     Machine machine;

@@ -3,6 +3,7 @@
 // One JSON object a line, one answer for each request (tune.h), with the request's id and
 //   nothing to do    device, driver, nvrtc, and the facts of the GPU
 //   "compile"        nothing more: host threads go on compiling beside what is timed next
+//   "check"          nothing more: wrong values show as the failure of "time"
 //   "time"           median_us, p10_us, p90_us, kept, dropped
 //   on failure       failure: one sentence; lost: true where the GPU context is lost with it, and the worker ends
 #pragma once

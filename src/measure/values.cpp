@@ -131,7 +131,8 @@ float weight_scale(std::int64_t k) { return 1.0f / std::sqrt(static_cast<float>(
 
 void fill_host(std::uint16_t* out, std::int64_t rows, std::int64_t cols, std::int64_t stride, std::uint64_t base,
                Data data, float scale) {
-#pragma omp parallel for schedule(static)
+// A row alone is not worth a team: records are thousands of short ones.
+#pragma omp parallel for schedule(static) if (rows > 1)
   for (std::int64_t r = 0; r < rows; ++r)
     for (std::int64_t c = 0; c < cols; ++c) {
       const auto i = static_cast<std::uint64_t>(r * cols + c + 1);

@@ -41,7 +41,8 @@ class EmulatedLauncher final : public StepLauncher {
     const emulate::Dim dim{static_cast<unsigned>(grid.x), static_cast<unsigned>(grid.y), static_cast<unsigned>(grid.z)};
     const auto body = [&] { call(kernel, arguments); };
     if (step_kernel_cooperative(kernel))
-      emulate::run_streams({{{dim, step_kernel_threads(kernel), body, smem_of(kernel)}}}, step_test::inputs_number());
+      emulate::run_streams({{{dim, step_kernel_threads(kernel), body, false, smem_of(kernel)}}},
+                           step_test::inputs_number());
     else emulate::run(dim, step_kernel_threads(kernel), body, smem_of(kernel));
   }
 

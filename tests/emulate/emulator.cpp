@@ -30,9 +30,12 @@ struct Fiber {
 
 std::vector<std::unique_ptr<Fiber>> idle;  // with their stacks, to be used again
 
+struct UnderWay;
+
 struct Cta {
-  Cta(Dim of_grid, Dim of_block, unsigned threads, const std::function<void()>* kernel, std::size_t bytes)
-      : grid(of_grid), block(of_block), body(kernel), memory((bytes + sizeof(Line) - 1) / sizeof(Line)) {
+  Cta(Dim of_grid, Dim of_block, unsigned threads, const std::function<void()>* kernel, std::size_t bytes,
+      UnderWay* of = nullptr)
+      : grid(of_grid), block(of_block), body(kernel), launch(of), memory((bytes + sizeof(Line) - 1) / sizeof(Line)) {
     std::memset(memory.data(), 0xff, memory.size() * sizeof(Line));
     for (unsigned i = 0; i < threads; ++i) {
       if (idle.empty()) {
@@ -50,12 +53,20 @@ struct Cta {
 
   const Dim grid, block;
   const std::function<void()>* const body;
+  UnderWay* const launch;  // null: on no stream
   std::vector<std::unique_ptr<Fiber>> fibers;
   struct alignas(16) Line {
     std::byte bytes[16];
   };
   std::vector<Line> memory;
+  bool lets_successor_start = false;
   bool done = false;
+};
+
+// A launch of a stream: the CTAs that have not ended.
+struct UnderWay {
+  std::list<Cta> ctas;
+  bool is_first = false;  // all launches before have ended
 };
 
 ucontext_t first_scheduler;
@@ -142,18 +153,29 @@ void for_each_block(Dim of, Visit visit) {
       for (unsigned x = 0; x < of.x; ++x) visit(Dim{x, y, z});
 }
 
-// A stream's launch under way.
 struct Stream {
   const std::vector<Launch>& launches;
   std::size_t next = 0;
-  std::list<Cta> ctas;
+  std::list<UnderWay> under_way;
 
-  bool begin() {  // false: all done
-    if (next == launches.size()) return false;
-    const Launch& launch = launches[next++];
-    for_each_block(launch.grid, [&](Dim at) {
-      start(ctas.emplace_back(launch.grid, at, launch.threads, &launch.kernel, launch.memory));
-    });
+  // What can start starts. False: all done.
+  bool begin() {
+    const auto may_start = [&] {
+      if (under_way.empty()) return true;
+      if (!launches[next].programmatic) return false;
+      for (const Cta& cta : under_way.back().ctas)
+        if (!cta.lets_successor_start) return false;
+      return true;
+    };
+    while (next < launches.size() && may_start()) {
+      const Launch& launch = launches[next++];
+      UnderWay& one = under_way.emplace_back();
+      for_each_block(launch.grid, [&](Dim at) {
+        start(one.ctas.emplace_back(launch.grid, at, launch.threads, &launch.kernel, launch.memory, &one));
+      });
+    }
+    if (under_way.empty()) return false;
+    under_way.front().is_first = true;
     return true;
   }
 };
@@ -181,18 +203,25 @@ void run_streams(const std::vector<std::vector<Launch>>& of, std::uint64_t seed)
     auto stream = std::next(streams.begin(), static_cast<std::ptrdiff_t>(drawn(streams.size())));
     const std::uint64_t burst = std::uint64_t{1} << drawn(8);
     for (std::uint64_t i = 0; i < burst && stream != streams.end(); ++i) {
-      auto cta = std::next(stream->ctas.begin(), static_cast<std::ptrdiff_t>(drawn(stream->ctas.size())));
+      auto launch = std::next(stream->under_way.begin(), static_cast<std::ptrdiff_t>(drawn(stream->under_way.size())));
+      auto cta = std::next(launch->ctas.begin(), static_cast<std::ptrdiff_t>(drawn(launch->ctas.size())));
       turn(*cta, drawn(2) != 0);
       if (++turns - since > kPatience) throw std::logic_error("no CTA has come to an end for long");
-      if (!cta->done) continue;
-      since = turns;
-      stream->ctas.erase(cta);
-      if (stream->ctas.empty() && !stream->begin()) stream = streams.erase(stream), i = burst;
+      if (cta->done) {
+        since = turns;
+        launch->ctas.erase(cta);
+        if (launch->ctas.empty()) stream->under_way.erase(launch);
+      }
+      if (!stream->begin()) stream = streams.erase(stream), i = burst;
     }
   }
 }
 
 void give_way() { wait(State::kRuns); }
+void let_successor_start() { running->lets_successor_start = true; }
+void wait_for_predecessors() {
+  while (running->launch != nullptr && !running->launch->is_first) give_way();
+}
 std::uint64_t drawn(std::uint64_t below) { return order() % below; }
 std::uint64_t clock_ns() { return 1000 * (turns + 1); }
 void* cta_memory() { return running->memory.data(); }

@@ -25,6 +25,7 @@ struct Launch {
   Dim grid;
   unsigned threads = 1;
   std::function<void()> kernel;
+  bool programmatic = false;  // starts when every CTA of the launch before has ended or called let_successor_start()
   std::size_t memory = kCtaMemory;
 };
 // Runs streams at the same time, of each the launches one after the other. The CTAs of all launches under way take
@@ -32,6 +33,9 @@ struct Launch {
 // std::logic_error as run() does, and where nobody has come to an end for long.
 void run_streams(const std::vector<std::vector<Launch>>& streams, std::uint64_t seed);
 void give_way();
+void let_successor_start();
+void wait_for_predecessors();              // until all launches before on the stream have ended
+inline bool pdl_wait_is_skipped = false;   // by device text: a rule to break
 std::uint64_t drawn(std::uint64_t below);  // a number of the order's
 std::uint64_t clock_ns();                  // grows with the turns taken
 void* cta_memory();                        // of the CTA that runs, 0xff at first

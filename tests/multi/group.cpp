@@ -36,7 +36,6 @@ MailboxConfig config_of(const Setting& setting) {
   config.size = setting.size;
   config.max_cols = 4096;
   config.max_hidden = 7168;
-  config.peer_limit_s = 20;
   config.strict_fence = setting.strict_fence;
   if (!setting.spread) config.max_ctas = 16;
   return config;
@@ -91,6 +90,7 @@ int main(int argc, char** argv) {
   std::setvbuf(stdout, nullptr, _IOLBF, 0);
   // Streams that share a hardware queue would wait for each other: with eight virtual ranks, for ever.
   setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 0);
+  setenv("TWOSTEP_PEER_LIMIT_S", "20", 0);
   testing::InitGoogleTest(&argc, argv);
   const std::string seed = std::to_string(twostep::test::test_seed());
   setenv("TWOSTEP_TEST_SEED", seed.c_str(), 1);

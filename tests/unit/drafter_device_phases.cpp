@@ -19,9 +19,9 @@ StepModel sizes(std::int64_t nope, std::int64_t kv_lora, int ranks = 8) {
 
 TEST(DrafterDevicePhases, sizes_past_the_shared_memory_of_a_kernel_are_refused_by_name) {
   EXPECT_TRUE(check_sizes(sizes(128, 512)).ok());
-  EXPECT_TRUE(check_sizes(sizes(768, 1536)).ok());
+  EXPECT_TRUE(check_sizes(sizes(240, 624)).ok());
   for (const auto& [model, field] :
-       {std::pair(sizes(776, 1536), "qk_nope_head_dim"), std::pair(sizes(768, 1552), "kv_lora_rank"),
+       {std::pair(sizes(248, 624), "qk_nope_head_dim"), std::pair(sizes(240, 640), "kv_lora_rank"),
         std::pair(sizes(128, 520), "kv_lora_rank, qk_rope_head_dim")}) {
     const Status status = check_sizes(model);
     EXPECT_EQ(status.code, StatusCode::kUnsupported);

@@ -113,6 +113,7 @@ TEST_F(MeasureTune, a_request_survives_its_line) {
   request.time = "a \"tactic\"";
   request.full = true;
   request.compile = {"b", "c"};
+  request.check = {"d"};
   const std::string line = to_line(request);
   EXPECT_EQ(line.find('\n'), std::string::npos);
   const TuneRequest read = tune_request(line);
@@ -121,6 +122,7 @@ TEST_F(MeasureTune, a_request_survives_its_line) {
   EXPECT_EQ(read.time, request.time);
   EXPECT_TRUE(read.full);
   EXPECT_EQ(read.compile, request.compile);
+  EXPECT_EQ(read.check, request.check);
   EXPECT_THROW(tune_request("{\"id\": 7"), Error);
 }
 
@@ -181,6 +183,28 @@ TEST_F(MeasureTune, only_the_best_of_the_screening_are_timed_in_full) {
   EXPECT_EQ(result->best().tactic, names.back());
   EXPECT_DOUBLE_EQ(result->references.at(kTimeCublas).median, 5.5);
   EXPECT_DOUBLE_EQ(result->references.at(kTimeLimit).median, 1.7);
+}
+
+// The runner-up is always timed in full: the entry says how much the choice matters.
+TEST_F(MeasureTune, a_third_finalist_must_be_close_to_the_best_of_the_screening) {
+  TunePlan plan{{{"a", 1}, {"b", 1}, {"c", 1}, {"d", 1}}, 3, {}, 1.05};
+  TuneState kept = state(TuneStart::kNew);
+  const auto finalists = [&](const std::map<std::string, double>& us) {
+    const auto result = tune(
+        kTask, plan,
+        [&](const TuneTask&, const std::string& what, bool) -> Timed {
+          return {around(us.at(what), 0.1), {}};
+        },
+        kept, never);
+    std::string names;
+    for (const Finalist& finalist : result->finalists) names += finalist.tactic;
+    return names;
+  };
+  EXPECT_EQ(finalists({{"a", 10}, {"b", 20}, {"c", 30}, {"d", 40}}), "ab");
+  EXPECT_EQ(finalists({{"a", 10.6}, {"b", 10.55}, {"c", 10}, {"d", 40}}), "cb");
+  EXPECT_EQ(finalists({{"a", 10.6}, {"b", 10.4}, {"c", 10}, {"d", 10.45}}), "cbd");
+  plan.close = TunePlan{}.close;
+  EXPECT_EQ(finalists({{"a", 10}, {"b", 20}, {"c", 30}, {"d", 40}}), "abc");
 }
 
 TEST_F(MeasureTune, no_entry_without_a_tactic_that_ran_or_without_cublas) {
@@ -503,6 +527,15 @@ TEST_F(MeasureTune, the_facts_of_the_worker_are_those_of_the_run) {
   EXPECT_EQ(machine.driver, "580");
 }
 
+// Nor any that was named: a lost worker says nothing about one of several.
+TEST_F(MeasureTune, a_check_that_loses_the_worker_blames_no_tactic) {
+  TuneClient client = fake("case $line in *check*) exit 3;; esac\n" + std::string(kAnswer), kLong);
+  EXPECT_NE(client.check(kTask, {"a", "b"}).find("status 3"), std::string::npos);
+  EXPECT_EQ(client.time(kTask, "a", false).failure, "");
+  EXPECT_EQ(client.check(kTask, {}), "") << "nothing is asked";
+  EXPECT_EQ(client.starts(), 2);
+}
+
 // The whole of it: a tactic that kills the worker and one that hangs it are recorded with their reasons, the others are
 // timed, and a resumed run asks for neither again.
 TEST_F(MeasureTune, tactics_that_break_the_worker_are_never_tried_again) {
@@ -579,16 +612,65 @@ TEST_F(MeasureTune, a_choice_of_kda_keys_is_sorted_and_each_is_one_task) {
   EXPECT_THROW(kda_tasks({{StateMode::kSlots}, {1}, {12}, {0}}), Error);
 }
 
-TEST_F(MeasureTune, a_kda_task_tries_every_valid_tactic) {
+TEST_F(MeasureTune, a_kda_task_tries_every_valid_tactic_that_may_win) {
   const TuneKind kind = kda_kind({});
   for (const TuneTask& task : kind.tasks) {
     const KdaTask of = kda_task(task.key);
     const TunePlan plan = kind.plan(task, known_gpu("h200"));
     const int folded = of.mode == StateMode::kSlots ? 0 : of.tokens == 1 ? kKdaMaxTokens : of.tokens;
-    EXPECT_EQ(plan.candidates.size(), valid_kda_tactics(of.tokens, known_gpu("h200"), folded).size()) << task.name;
-    EXPECT_GE(plan.candidates.size(), 12u) << task.name;
+    std::size_t tried = 0;
+    for (const KdaTactic& tactic : valid_kda_tactics(of.tokens, known_gpu("h200"), folded)) {
+      const bool may = may_win(tactic, of.requests * of.heads, known_gpu("h200"));
+      EXPECT_EQ(plan.candidates.contains(to_string(tactic)), may) << task.name << ": " << to_string(tactic);
+      tried += may;
+    }
+    EXPECT_EQ(plan.candidates.size(), tried) << task.name;
+    EXPECT_GE(plan.candidates.size(), 8u) << task.name;
     EXPECT_TRUE(plan.references.empty());
   }
+}
+
+// Those of the first table come from sweeps of all valid tactics.
+TEST_F(MeasureTune, every_choice_of_the_table_may_win) {
+  for (const EmbeddedText& file : embedded_tactics())
+    for (const KdaTableEntry& e : kda_table(file.text)) {
+      const KdaTask task{e.mode, e.tokens, e.heads, e.requests};
+      EXPECT_TRUE(kda_candidates(task, known_gpu("h200")).contains(to_string(e.tactic))) << tune_task(task).name;
+    }
+}
+
+TEST_F(MeasureTune, few_heads_are_spread_over_many_warps_and_many_heads_are_not) {
+  const DeviceFacts facts = known_gpu("h200");
+  EXPECT_FALSE(may_win({1, 4, 1}, 12, facts));  // 48 warps on 132 SMs
+  EXPECT_TRUE(may_win({8, 4, 1}, 12, facts));
+  EXPECT_TRUE(may_win({1, 16, 2}, 12, facts));
+  EXPECT_FALSE(may_win({1, 4, 1}, 132, facts));
+  EXPECT_TRUE(may_win({1, 4, 1}, 133, facts));
+  EXPECT_TRUE(may_win({4, 8, 1}, 66, facts));
+  EXPECT_FALSE(may_win({4, 8, 1}, 67, facts));  // a second wave
+  EXPECT_TRUE(may_win({2, 8, 2}, 100000, facts));
+}
+
+// From an older run, without a date or with one: what is measured now takes its place, and no other entry's.
+TEST_F(MeasureTune, an_older_kda_entry_is_measured_again_and_replaced) {
+  const TuneKind kind = kda_kind({{StateMode::kRecords}, {8}, {12}, {32, 64}});
+  const std::string table = folder_ + "/table.json";
+  const std::string tactic = R"("tactic": {"split": 1, "warps": 4, "pass_rows": 1})";
+  std::ofstream(table) << R"({"gpu": "NVIDIA H200", "entries": [], "kda": [)"
+                       << R"({"heads": 12, "tokens": 8, "requests": 32, "us": 7.5, )" << tactic << "},"
+                       << R"({"state_mode": "records", "heads": 12, "tokens": 8, "requests": 32, "us": 9.5, )" << tactic
+                       << R"(, "measured": {"date": "2001-01-01"}}]})";
+  const TuneState kept = state(TuneStart::kNew, kind.tasks);
+  EXPECT_EQ(open_tasks(kind.tasks, kept, table_keys(table, machine_.device, kind.list)), kind.tasks)
+      << "only the state of a run says that an entry is its own";
+  merge_table(table, machine_, kind.list, {kda_entry_json(kStep, {2, 8, 1}, 4.444)});
+  std::ifstream written(table);
+  const auto entries = nlohmann::json::parse(written).at("kda");
+  ASSERT_EQ(entries.size(), 2u);
+  EXPECT_EQ(entries[0].at("us"), 7.5) << "slots";
+  EXPECT_FALSE(entries[0].contains("measured"));
+  EXPECT_EQ(entries[1].at("us"), 4.44);
+  EXPECT_EQ(entries[1].at("measured").at("date"), machine_.date);
 }
 
 TEST_F(MeasureTune, decode_with_records_is_measured_on_the_caches_of_the_longest_verify_step) {

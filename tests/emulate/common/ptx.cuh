@@ -61,8 +61,10 @@ inline int atomicMin(int* to, int value) {
 namespace twostep {
 
 inline std::uintptr_t smem_address(const void* p) { return reinterpret_cast<std::uintptr_t>(p); }
-inline void pdl_wait() {}
-inline void pdl_launch() {}
+inline void pdl_wait() {
+  if (!emulate::pdl_wait_is_skipped) emulate::wait_for_predecessors();
+}
+inline void pdl_launch() { emulate::let_successor_start(); }
 inline float infinity() { return __uint_as_float(0x7f800000u); }
 inline u16 to_bf16(float v) { return float_to_bf16(v); }
 inline float round_bf16(float v) { return bf16_to_float(float_to_bf16(v)); }
@@ -149,6 +151,15 @@ inline bool barrier_try_wait(std::uintptr_t barrier, u32) {
   copies.under_way.clear();
   return copies.expected == 0;
 }
+
+// Copies by threads are there at once.
+inline void copy_async(std::uintptr_t to, const void* from, bool valid) {
+  if (valid) std::memcpy(reinterpret_cast<void*>(to), from, 16);
+  else std::memset(reinterpret_cast<void*>(to), 0, 16);
+}
+inline void copy_async_commit() {}
+template <int kPending>
+void copy_async_wait() {}
 
 // Fragments as the PTX manual lays them out: lane 4 * g + t holds elements 2t, 2t + 1 of row g of each 8 x 8 matrix.
 inline void load_matrices(u32 (&r)[4], std::uintptr_t address) {
