@@ -127,6 +127,9 @@ __device__ inline void tensor_map_prefetch(const void* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
+// The line of an address to L2.
+__device__ inline void prefetch_l2(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
+
 // ---- Asynchronous copies by threads, global to shared
 
 // 16 bytes; both addresses are multiples of 16. Zeros where it is not `valid`: nothing is read then.
@@ -201,6 +204,14 @@ __device__ inline u32 load_relaxed_gpu(const u32* from) {
   u32 v;
   asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(from) : "memory");
   return v;
+}
+__device__ inline u64 load_relaxed_gpu(const u64* from) {
+  u64 v;
+  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(from) : "memory");
+  return v;
+}
+__device__ inline void store_relaxed_gpu(u64* to, u64 v) {
+  asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(to), "l"(v) : "memory");
 }
 // Both return the value before. The first acquires and releases at the scope of this GPU.
 __device__ inline u32 atomic_add_acq_rel_gpu(u32* to, u32 v) {

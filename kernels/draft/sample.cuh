@@ -1,13 +1,19 @@
-// The Markov head, one launch per draft (spec: drafter 6): l = base + kLogitScale * (W2 . e), e the W1 row of the token
-// before; the pick is its argmax, with Gumbel noise in probabilistic mode. A CTA leaves its best token per request in
-// `best`; the launch after reduces them, so that no grid has to wait for itself.
+// The Markov head (spec: drafter 6): l = base + kLogitScale * (W2 . e), e the W1 row of the token before; the pick is
+// its argmax, with Gumbel noise in probabilistic mode. Two kernels that give the same bits:
+//   picks   all drafts in one launch, where W2's rows fit into shared memory: a CTA reads its own once. CTAs wait for
+//           each other's bests, so the whole grid must be resident: a cooperative launch.
+//   pick    one draft per launch; W2 is read again each time
 //
-// W2 is read once per launch for kSampleRequests requests, from L2 after the first: a warp takes kTileRows rows at
-// once, its lanes share r. The sums of a *sweep* of kTiles tiles end in one lane each, so that noise and comparison
-// keep all lanes busy. FP32 sums in a fixed order. NaN counts as -inf, the lowest id wins ties; a row with nothing
-// above -inf gives token 0 and kNonFinite. PDL: W2 is older than the kernel before, and its first tile is under way
-// before pdl_wait(); base, tokens and best are read after it. Base and noise do not need the token before: they come
-// while one warp looks for it.
+// A CTA has a range of W2's rows. Its warps take kSlices slices of r, so that a lane holds no more of e than it can
+// load at once; the matrix operand serves kSampleRequests requests. FP32 sums, of a slice in the order of r, then of
+// the slices in theirs. NaN counts as -inf, the lowest id wins ties; a row with nothing above -inf gives token 0 and
+// kNonFinite.
+//
+// A CTA's best token per draft and request is one word of `best`, kNoneYet until it is there. It carries all that is
+// passed on, so relaxed accesses do. `finish` empties the words again, when the grid before it is complete.
+//
+// PDL: W2 is older than the kernel before, and its rows are under way before pdl_wait(); base, tokens and best are read
+// after it. Base and noise do not need the token before: they are there when it comes.
 #pragma once
 
 #include "draft/random.cuh"
@@ -17,9 +23,13 @@ namespace twostep::draft {
 
 constexpr int kSampleThreads = 256;
 constexpr int kSampleWarps = kSampleThreads / kWarp;
-constexpr int kSampleRequests = 8;         // that share one read of W2
-constexpr int kTileRows = 4;               // of W2, in registers
-constexpr int kTiles = kWarp / kTileRows;  // of one sweep
+constexpr int kSampleRequests = 8;  // columns of a matrix operand
+constexpr int kTileRows = 16;       // its rows: of W2
+constexpr int kSlices = 4;          // of r
+constexpr int kSliceWarps = kSampleWarps / kSlices;
+constexpr int kTilesOfWarp = 5;  // sums in registers; K3.1's shard of 8 ranks is then one chunk on an H200
+constexpr int kChunkRows = kTileRows * kTilesOfWarp * kSliceWarps;
+static_assert(kSampleWarps == kSampleRequests, "a warp finds the token of a request");
 
 struct Sampling {
   const u16* base;            // [R * kK, kShardVocab]
@@ -28,32 +38,78 @@ struct Sampling {
   const i32* ids;             // [R * kK]: the anchor of each block at its start
   const i64* first_position;  // [R]
   void* draft_logits;         // [R, kK, kShardVocab] FP32 or BF16
-  Best* best;                 // [2, R, CTAs]: of the last launch and of this one
+  u64* best;                  // [kK, R, CTAs]: kNoneYet before the first draft
   i32* tokens;                // [R, kK]
   i32* status;                // [R]
 };
 
-// The best of all CTAs for a request, by one warp.
-__device__ inline Best reduce_best(const Best* of_request, int ctas, int lane) {
-  constexpr int kAtOnce = 10;  // loads under way: all of 132 SMs
+struct PickShared {
+  // Four floats more than rows: a warp stores eight rows of four requests at once, to all banks.
+  float sums[kSlices][kSampleRequests][kChunkRows + 4];
+  float base[kSampleRequests][kChunkRows], noise[kSampleRequests][kChunkRows];  // read by the thread that wrote them
+  Best found[kSampleRequests][kChunkRows / kWarp];
+  i32 before[kSampleRequests];  // -1: padding, or no request
+  alignas(16) u64 arrived;      // barrier of the rows of W2
+};
+
+// The rows of W2 of a CTA.
+struct Shard {
+  const u16* w2;  // the first one
+  int pitch;      // elements
+  i64 first;      // its number
+  int rows;
+  const u64* arrived;  // null: they are in global memory
+};
+
+// Whole tiles; two CTAs differ by one at most.
+template <class Model>
+__device__ inline Shard shard_of(const Sampling& s) {
+  constexpr i64 kTiles = (i64(Model::kShardVocab) + kTileRows - 1) / kTileRows;
+  const i64 first = kTiles * blockIdx.x / gridDim.x * kTileRows;
+  const i64 end = kTiles * (blockIdx.x + 1) / gridDim.x * kTileRows;
+  const int rows = int((end < Model::kShardVocab ? end : i64(Model::kShardVocab)) - first);
+  return {s.w2 + first * Model::kMarkovRank, Model::kMarkovRank, first, rows, nullptr};
+}
+
+// ---- Bests of CTAs
+
+constexpr u64 kNoneYet = ~u64(0);  // no best has a score that is NaN
+
+__device__ inline u64 word_of(Best best) { return u64(u32(best.token)) << 32 | __float_as_uint(best.score); }
+__device__ inline Best best_of(u64 word) { return {__uint_as_float(u32(word)), i32(word >> 32)}; }
+__device__ inline u64* bests_of(const Sampling& s, i64 requests, i64 r, int i, int ctas) {
+  return s.best + (i * requests + r) * ctas;
+}
+
+// The best of all CTAs for a request, by one warp, when all are there.
+__device__ inline Best reduce_best(const u64* words, int ctas, int lane) {
+  constexpr int kAtOnce = 5;  // loads under way: all of 132 SMs
+  constexpr u32 kSleepAfter = 64, kSleepNs = 32;
   Best found = no_best();
   for (int first = lane; first < ctas; first += kAtOnce * kWarp) {
-    Best some[kAtOnce];
+    u64 some[kAtOnce];
+    bool missing = true;
+    for (u32 polls = 0; missing; ++polls) {
+      if (polls >= kSleepAfter) sleep_ns(kSleepNs);
+      missing = false;
 #pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) some[i] = first + i * kWarp < ctas ? of_request[first + i * kWarp] : no_best();
+      for (int n = 0; n < kAtOnce; ++n)
+        some[n] = first + n * kWarp < ctas ? load_relaxed_gpu(words + first + n * kWarp) : word_of(no_best());
 #pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) found = better(found, some[i]);
+      for (int n = 0; n < kAtOnce; ++n) missing |= some[n] == kNoneYet;
+    }
+#pragma unroll
+    for (int n = 0; n < kAtOnce; ++n) found = better(found, best_of(some[n]));
   }
   return warp_best(found);
 }
 
-// Token of draft i - 1 of request r from the bests of its launch, by one warp; the anchor for i = 0; -1 for padding.
-// CTA `writes` keeps it.
+// Token of draft i - 1 of request r, by one warp; the anchor for i = 0; -1 for padding. CTA `writes` keeps it.
 template <class Model>
 __device__ inline i32 token_before(const Sampling& s, i64 requests, i64 r, int i, int ctas, int lane, bool writes) {
   const i64 first_position = s.first_position[r];
   const i32 anchor = s.ids[r * Model::kK];
-  const Best found = i == 0 ? no_best() : reduce_best(s.best + (((i - 1) % 2) * requests + r) * ctas, ctas, lane);
+  const Best found = i == 0 ? no_best() : reduce_best(bests_of(s, requests, r, i - 1, ctas), ctas, lane);
   const i32 drafted = found.token < 0 ? i32(Model::kFirstToken) : found.token;
   const i32 token = first_position < 0 ? -1 : i == 0 ? anchor : drafted;
   if (i == 0 || !writes || lane != 0) return token;
@@ -62,127 +118,176 @@ __device__ inline i32 token_before(const Sampling& s, i64 requests, i64 r, int i
   return token;
 }
 
-// Four sums over a warp; lane i gets that of sums[i / 8].
-__device__ inline float warp_sums(const float (&sums)[kTileRows], int lane) {
-  static_assert(kTileRows == 4);
-  const bool upper = lane & 16, odd = lane & 8;
-  float two[2];
-#pragma unroll
-  for (int i = 0; i < 2; ++i)
-    two[i] = (upper ? sums[2 + i] : sums[i]) + __shfl_xor_sync(0xffffffffu, upper ? sums[i] : sums[2 + i], 16);
-  float sum = (odd ? two[1] : two[0]) + __shfl_xor_sync(0xffffffffu, odd ? two[0] : two[1], 8);
-#pragma unroll
-  for (int step = 4; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
-  return sum;
-}
+// ---- A draft
 
-// Draft i.   Grid any number of CTAs, the same for all drafts; block kSampleThreads.
-template <class Model>
-__device__ inline void pick(const Batch& batch, const Sampling& s, int i) {
+// sums = W2 . e of a chunk's rows, of this warp's slice of r. Of a step of 32 columns, lane 4 * g + t holds 16 bytes
+// of row g, of row g + 8 and of request g's e: columns 8t to 8t + 7. Which of them an instruction takes for its
+// columns does not matter, as long as both operands agree. The loads of kStepsAtOnce steps are under way together.
+template <class Model, int kStepsAtOnce>
+__device__ inline void sum_slice(const Sampling& s, const Shard& shard, int chunk, int rows, PickShared& shared) {
   constexpr int kPieces = Model::kMarkovRank / 8;  // of 16 bytes, of a row
-  constexpr int kOfLane = (kPieces + kWarp - 1) / kWarp;
-  __shared__ uint4 e[kSampleRequests][kPieces];
-  __shared__ i32 before[kSampleRequests];
-  __shared__ float logits[kSampleWarps][kSampleRequests][kWarp], noise[kSampleWarps][kSampleRequests][kWarp];
-  __shared__ Best found[kSampleWarps][kSampleRequests];
+  constexpr int kOfStep = 4 * kSlices;             // in all slices
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-  const i64 warps = i64(gridDim.x) * kSampleWarps;
-  const i64 first = i64(blockIdx.x) * kSampleWarps + warp;  // this warp's tiles: first, first + warps, ..
-  constexpr i64 kAllTiles = (i64(Model::kShardVocab) + kTileRows - 1) / kTileRows;
-
-  uint4 w[kTileRows][kOfLane];
-  const auto load = [&](i64 tile) {
-#pragma unroll
-    for (int row = 0; row < kTileRows; ++row)
-#pragma unroll
-      for (int n = 0; n < kOfLane; ++n) {
-        const int piece = n * kWarp + lane;
-        const i64 v = tile * kTileRows + row;
-        w[row][n] = make_uint4(0, 0, 0, 0);
-        if (v < Model::kShardVocab && piece < kPieces)
-          w[row][n] = reinterpret_cast<const uint4*>(s.w2 + v * Model::kMarkovRank)[piece];
-      }
+  const int g = lane / 4, t = lane % 4, slice = warp % kSlices;
+  const i32 token = shared.before[g];
+  const bool wanted[2] = {shared.before[2 * t] >= 0, shared.before[2 * t + 1] >= 0};
+  const uint4* e = reinterpret_cast<const uint4*>(s.w1 + (token < 0 ? 0 : i64(token)) * Model::kMarkovRank);
+  const auto tile_of = [&](int n) { return (warp / kSlices + n * kSliceWarps) * kTileRows; };
+  const u16* chunk_rows = shard.w2 + i64(chunk) * shard.pitch;
+  const auto piece_of = [&](int row, int piece) {
+    // Of the last row instead of one past it: nobody reads that sum.
+    if (Model::kShardVocab % kTileRows != 0 && row >= rows) row = rows - 1;
+    return reinterpret_cast<const uint4*>(chunk_rows + row * shard.pitch)[piece];
   };
-  load(first);
-  pdl_wait();
-  pdl_launch();
 
-  for (i64 group = 0; group < batch.requests; group += kSampleRequests) {
-    const int count = batch.requests - group < kSampleRequests ? int(batch.requests - group) : kSampleRequests;
-    // In a sweep this lane keeps the books of one row of one tile.
-    const auto row_of = [&](i64 sweep) { return (sweep + lane % kTiles * warps) * kTileRows + lane / kTiles; };
-    const auto temperature_of = [&](i64 r) { return Model::kProbabilistic ? batch.temperature[r] : 0.0f; };
-    const auto begin = [&](i64 sweep) {
-      const i64 v = row_of(sweep);
-      for (int q = 0; q < count; ++q) {
-        const i64 r = group + q, row = r * Model::kK + i;
-        if (s.first_position[r] < 0 || v >= Model::kShardVocab) continue;
-        logits[warp][q][lane] = bf16_at(s.base, row * Model::kShardVocab + v);
-        if (!(temperature_of(r) >= 1e-5f)) continue;
-        const DrawKey key = {u64(batch.seed[r]), u32(s.first_position[r] + i), u32(batch.step[r])};
-        noise[warp][q][lane] = gumbel_at(key, u32(Model::kFirstToken + v), kDraftStream);
-      }
-    };
-    __syncthreads();  // e and found of the group before are no longer read
-    for (int q = warp; q < count; q += kSampleWarps) {
-      const i32 token = token_before<Model>(s, batch.requests, group + q, i, gridDim.x, lane, blockIdx.x == 0);
-      if (lane == 0) before[q] = token;
-      for (int piece = lane; piece < kPieces; piece += kWarp)
-        e[q][piece] = token < 0 ? make_uint4(0, 0, 0, 0)
-                                : reinterpret_cast<const uint4*>(s.w1 + i64(token) * Model::kMarkovRank)[piece];
-    }
-    if (lane < kSampleRequests) found[warp][lane] = no_best();
-    begin(first);
-    __syncthreads();  // e is there
-
-    for (i64 sweep = first; sweep < kAllTiles; sweep += kTiles * warps) {
-      if (sweep != first) begin(sweep);
-      for (int t = 0; t < kTiles && sweep + t * warps < kAllTiles; ++t) {
-        for (int q = 0; q < count; ++q) {
-          float sums[kTileRows] = {};
+  const uint4 zero = make_uint4(0, 0, 0, 0);
+  float sums[kTilesOfWarp][4] = {};
+#pragma unroll kStepsAtOnce
+  for (int step = 0; step < (kPieces + kOfStep - 1) / kOfStep; ++step) {
+    const int piece = step * kOfStep + 4 * slice + t;
+    const bool inside = kPieces % kOfStep == 0 || piece < kPieces;
+    const uint4 b = inside && token >= 0 ? e[piece] : zero;
+    uint4 low[kTilesOfWarp], high[kTilesOfWarp];
 #pragma unroll
-          for (int n = 0; n < kOfLane; ++n) {
-            const int piece = n * kWarp + lane;
-            if (piece >= kPieces) continue;
-            const uint4 of_request = e[q][piece];
-#pragma unroll
-            for (int row = 0; row < kTileRows; ++row) sums[row] = dot(of_request, w[row][n], sums[row]);
-          }
-          const float bias = warp_sums(sums, lane);
-          if (lane % kTiles == t) logits[warp][q][lane] += Model::kLogitScale * bias;
-        }
-        const i64 next = sweep + (t + 1) * warps;
-        load(next < kAllTiles ? next : first);  // of this sweep, of the next one, of the next group
-      }
-
-      const i64 v = row_of(sweep);
-      for (int q = 0; q < count; ++q) {
-        if (before[q] < 0) continue;  // padding
-        const i64 r = group + q, row = r * Model::kK + i;
-        Best best = no_best();
-        if (v < Model::kShardVocab) {
-          float l = logits[warp][q][lane];
-          if (Model::kProbabilistic && Model::kDraftLogitsBf16) {
-            l = round_bf16(l);
-            static_cast<u16*>(s.draft_logits)[row * Model::kShardVocab + v] = to_bf16(l);
-          } else if (Model::kProbabilistic) {
-            static_cast<float*>(s.draft_logits)[row * Model::kShardVocab + v] = l;
-          }
-          const float temperature = temperature_of(r);
-          const float score = temperature >= 1e-5f ? l * (1.0f / temperature) + noise[warp][q][lane] : l;
-          if (score > best.score) best = {score, i32(Model::kFirstToken + v)};
-        }
-        best = warp_best(best);
-        if (lane == 0) found[warp][q] = better(found[warp][q], best);
-      }
+    for (int n = 0; n < kTilesOfWarp; ++n) {
+      low[n] = inside && tile_of(n) < rows ? piece_of(tile_of(n) + g, piece) : zero;
+      high[n] = inside && tile_of(n) < rows ? piece_of(tile_of(n) + g + 8, piece) : zero;
     }
-    __syncthreads();  // found is there
-    if (warp == 0 && lane < count) {
-      Best best = found[0][lane];
-      for (int other = 1; other < kSampleWarps; ++other) best = better(best, found[other][lane]);
-      s.best[((i % 2) * batch.requests + group + lane) * gridDim.x + blockIdx.x] = best;
+#pragma unroll
+    for (int n = 0; n < kTilesOfWarp; ++n) {
+      mma_16x8x16(sums[n], {low[n].x, high[n].x, low[n].y, high[n].y}, b.x, b.y);
+      mma_16x8x16(sums[n], {low[n].z, high[n].z, low[n].w, high[n].w}, b.z, b.w);
     }
   }
+#pragma unroll
+  for (int n = 0; n < kTilesOfWarp; ++n)
+#pragma unroll
+    for (int j = 0; j < 4; ++j)
+      if (tile_of(n) < rows && wanted[j % 2])
+        shared.sums[slice][2 * t + j % 2][tile_of(n) + g + j / 2 * 8] = sums[n][j];
+}
+
+// The warps of a CTA share `count` times `parts` pieces of work, without a division.
+template <class Work>
+__device__ inline void for_each_part(int count, int parts, Work work) {
+  for (int q = 0, part = threadIdx.x / kWarp;; part += kSampleWarps) {
+    for (; part >= parts; part -= parts) ++q;
+    if (q >= count) return;
+    work(q, part);
+  }
+}
+
+// Draft i of the requests from `group` on: this CTA's best.
+template <class Model, int kStepsAtOnce>
+__device__ inline void draft(const Batch& batch, const Sampling& s, const Shard& shard, int i, i64 group,
+                             PickShared& shared) {
+  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+  const int count = batch.requests - group < kSampleRequests ? int(batch.requests - group) : kSampleRequests;
+  const auto temperature_of = [&](i64 r) { return Model::kProbabilistic ? batch.temperature[r] : 0.0f; };
+
+  for (int chunk = 0; chunk < shard.rows; chunk += kChunkRows) {
+    const int rows = shard.rows - chunk < kChunkRows ? shard.rows - chunk : kChunkRows;
+    const int parts = (rows + kWarp - 1) / kWarp;  // of a request, each of a warp; the first chunk has the most
+
+    for_each_part(count, parts, [&](int q, int part) {  // what does not need the token
+      const i64 r = group + q, row = r * Model::kK + i;
+      const int at = part * kWarp + lane;
+      if (at >= rows || s.first_position[r] < 0) return;
+      const i64 v = shard.first + chunk + at;
+      shared.base[q][at] = bf16_at(s.base, row * Model::kShardVocab + v);
+      if (!(temperature_of(r) >= 1e-5f)) return;
+      const DrawKey key = {u64(batch.seed[r]), u32(s.first_position[r] + i), u32(batch.step[r])};
+      shared.noise[q][at] = gumbel_at(key, u32(Model::kFirstToken + v), kDraftStream);
+    });
+
+    if (chunk == 0) {
+      const i32 token =
+          warp < count ? token_before<Model>(s, batch.requests, group + warp, i, gridDim.x, lane, blockIdx.x == 0) : -1;
+      if (lane == 0) shared.before[warp] = token;
+      while (shard.arrived != nullptr && !barrier_try_wait(smem_address(shard.arrived), 0)) {
+      }
+      __syncthreads();  // before is there
+    }
+    sum_slice<Model, kStepsAtOnce>(s, shard, chunk, rows, shared);
+    __syncthreads();  // sums are there
+
+    for_each_part(count, parts, [&](int q, int part) {
+      const i64 r = group + q, row = r * Model::kK + i;
+      const int at = part * kWarp + lane;
+      Best best = no_best();
+      if (at < rows && shared.before[q] >= 0) {
+        const i64 v = shard.first + chunk + at;
+        float bias = 0;
+#pragma unroll
+        for (int slice = 0; slice < kSlices; ++slice) bias += shared.sums[slice][q][at];
+        float l = shared.base[q][at] + Model::kLogitScale * bias;
+        if (Model::kProbabilistic && Model::kDraftLogitsBf16) {
+          l = round_bf16(l);
+          static_cast<u16*>(s.draft_logits)[row * Model::kShardVocab + v] = to_bf16(l);
+        } else if (Model::kProbabilistic) {
+          static_cast<float*>(s.draft_logits)[row * Model::kShardVocab + v] = l;
+        }
+        const float temperature = temperature_of(r);
+        const float score = temperature >= 1e-5f ? l * (1.0f / temperature) + shared.noise[q][at] : l;
+        if (score > best.score) best = {score, i32(Model::kFirstToken + v)};
+      }
+      best = warp_best(best);
+      if (lane == 0) shared.found[q][part] = chunk == 0 ? best : better(shared.found[q][part], best);
+    });
+    __syncthreads();  // found is there; sums and before are no longer read
+  }
+
+  if (warp >= count) return;
+  const int rows = shard.rows < kChunkRows ? shard.rows : kChunkRows;
+  const Best best = warp_best(lane * kWarp < rows ? shared.found[warp][lane] : no_best());
+  if (lane == 0) store_relaxed_gpu(bests_of(s, batch.requests, group + warp, i, gridDim.x) + blockIdx.x, word_of(best));
+  // One of the CTAs has the token: its W1 row comes closer while the others find that out.
+  if (best.token >= 0 && i + 1 < Model::kK)
+    for (int column = 64 * lane; column < Model::kMarkovRank; column += 64 * kWarp)
+      prefetch_l2(s.w1 + i64(best.token) * Model::kMarkovRank + column);
+}
+
+// All drafts.   Grid up to the number of SMs, resident as a whole; block kSampleThreads.   memory: PickShared, then the
+// rows of W2. Their pitch is 64 bytes off the 128 of all banks: the eight pieces that a load takes at once are of two
+// rows.
+template <class Model>
+__device__ inline void picks(const Batch& batch, const Sampling& s, void* memory) {
+  constexpr u32 kRowBytes = 2 * Model::kMarkovRank;
+  constexpr u32 kPitchBytes = (kRowBytes + 63) / 128 * 128 + 64;
+  PickShared& shared = *static_cast<PickShared*>(memory);
+  u16* kept = reinterpret_cast<u16*>(&shared + 1);
+  Shard shard = shard_of<Model>(s);
+  const auto arrived = smem_address(&shared.arrived);
+  if (threadIdx.x == 0) {
+    barrier_init(arrived, 1);
+    barrier_init_fence();
+    barrier_arrive_expect(arrived, shard.rows * kRowBytes);
+  }
+  __syncthreads();  // the barrier is there
+  for (int row = threadIdx.x; row < shard.rows; row += kSampleThreads)
+    bulk_load(smem_address(kept) + row * kPitchBytes, shard.w2 + i64(row) * Model::kMarkovRank, kRowBytes, arrived);
+  pdl_launch();
+  pdl_wait();
+
+  shard.w2 = kept;
+  shard.pitch = kPitchBytes / 2;
+  shard.arrived = &shared.arrived;
+  for (int i = 0; i < Model::kK; ++i)
+    for (i64 group = 0; group < batch.requests; group += kSampleRequests)
+      draft<Model, 4>(batch, s, shard, i, group, shared);
+}
+
+// Draft i.   Grid any number of CTAs up to that of tiles, the same for all drafts; block kSampleThreads.
+template <class Model>
+__device__ inline void pick(const Batch& batch, const Sampling& s, int i) {
+  __shared__ PickShared shared;
+  const Shard shard = shard_of<Model>(s);
+  const i64 elements = i64(shard.rows < kChunkRows ? shard.rows : kChunkRows) * Model::kMarkovRank;
+  for (i64 at = 64 * threadIdx.x; at < elements; at += 64 * kSampleThreads) prefetch_l2(shard.w2 + at);
+  pdl_wait();
+  pdl_launch();
+  for (i64 group = 0; group < batch.requests; group += kSampleRequests)
+    draft<Model, 1>(batch, s, shard, i, group, shared);
 }
 
 // After the last draft: its token, and the confidence of all of them. One pass over the weights.
@@ -196,7 +301,11 @@ __device__ inline void finish(const Batch& batch, const Sampling& s, int ctas, c
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   pdl_wait();
   pdl_launch();
-  if (warp == 0) token_before<Model>(s, batch.requests, r, Model::kK, ctas, lane, true);
+  for (int i = warp; i < Model::kK; i += kSampleWarps) {
+    if (i == Model::kK - 1) token_before<Model>(s, batch.requests, r, Model::kK, ctas, lane, true);
+    u64* words = bests_of(s, batch.requests, r, i, ctas);
+    for (int cta = lane; cta < ctas; cta += kWarp) words[cta] = kNoneYet;
+  }
   if (weight == nullptr) return;
 
   float sums[Model::kK] = {};

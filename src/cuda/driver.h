@@ -41,12 +41,13 @@ struct LaunchAttribute {  // CUlaunchAttribute
   std::int32_t pad = 0;
   union {
     char bytes[64];
-    std::int32_t flag;  // programmatic stream serialization
+    std::int32_t flag;  // cooperative, programmatic stream serialization
     struct {
       std::uint32_t x, y, z;
     } cluster;
   };
 };
+inline constexpr std::int32_t kAttributeCooperative = 2;
 inline constexpr std::int32_t kAttributeClusterDimension = 4;
 inline constexpr std::int32_t kAttributeProgrammaticStreamSerialization = 6;
 

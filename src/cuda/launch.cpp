@@ -37,7 +37,7 @@ CaptureInfo capture_info(Stream stream) {
 }  // namespace
 
 void launch(const Launch& what, Stream stream, void** arguments) {
-  LaunchAttribute attributes[2];
+  LaunchAttribute attributes[3];
   LaunchConfig config;
   config.grid_x = what.grid_x;
   config.grid_y = what.grid_y;
@@ -48,6 +48,10 @@ void launch(const Launch& what, Stream stream, void** arguments) {
   config.attributes = attributes;
   if (what.programmatic) {
     attributes[config.num_attributes].id = kAttributeProgrammaticStreamSerialization;
+    attributes[config.num_attributes++].flag = 1;
+  }
+  if (what.cooperative) {
+    attributes[config.num_attributes].id = kAttributeCooperative;
     attributes[config.num_attributes++].flag = 1;
   }
   if (what.cluster_x > 1) {

@@ -15,6 +15,7 @@ struct Launch {
   std::uint32_t block = 1;       // threads
   std::uint32_t cluster_x = 1;   // CTAs of a cluster along x
   std::uint32_t smem_bytes = 0;  // dynamic
+  bool cooperative = false;      // all CTAs are resident at once, or none starts
   bool programmatic = false;     // may start before the previous kernel of the stream has finished
 };
 

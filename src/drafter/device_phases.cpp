@@ -17,9 +17,9 @@ constexpr std::int64_t kQueryRows = 32, kKeys = 64, kStages = 2, kMergeColumns =
 constexpr std::int64_t kAbsorbColumns = 64, kValueColumns = 16, kBlockRows = 16;       // block.cuh
 constexpr std::int64_t kPad = 8, kHalfWarps = 8;                                       // block.cuh
 constexpr std::int64_t kMaxSplits = 256;
-constexpr std::int64_t kSampleWarps = 8, kTileRows = 4, kSampleRequests = 8;  // sample.cuh
-constexpr std::int64_t kCtasPerSm = 2;                                        // of pick
-constexpr std::int64_t kParts = 32;                                           // verify.cuh
+constexpr std::int64_t kTileRows = 16, kPickShared = 31600;  // sample.cuh
+constexpr std::int64_t kPickCtasPerSm = 2;                   // picks: 1
+constexpr std::int64_t kParts = 32;                          // verify.cuh
 
 std::int64_t pieces(std::int64_t size, std::int64_t piece) { return (size + piece - 1) / piece; }
 
@@ -80,7 +80,10 @@ const KernelText& text_of(StepKernel kernel) {
        "kValueColumns == 16 && kBlockRows == 16 && kHalfThreads == 256"},
       {"activate", "block", "const u16* gate_up, u16* out", "activate<Model>(gate_up, out)", kActivateColumns},
       {"pick", "sample", "Batch batch, Sampling sampling, int i", "pick<Model>(batch, sampling, i)", 256,
-       "kSampleThreads == 256 && kTileRows == 4 && kSampleRequests == 8"},
+       "kSampleThreads == 256 && kTileRows == 16"},
+      {"picks", "sample", "Batch batch, Sampling sampling",
+       "extern __shared__ uint4 memory[];\n  picks<Model>(batch, sampling, memory)", 256,
+       "kSampleThreads == 256 && kTileRows == 16 && sizeof(PickShared) == 31600"},
       {"finish", "sample",
        "Batch batch, Sampling sampling, int ctas, const u16* hidden, const float* weight, const float* calibration, "
        "float* confidence, float* survival",
@@ -129,20 +132,21 @@ class DevicePhases final : public StepPhases {
     const std::int64_t rows = m_.k * m_.heads;
     sums_ = room<float>(static_cast<std::size_t>(parts * rows * m_.kv_lora));
     stats_ = room<float>(static_cast<std::size_t>(2 * parts * rows));
+    at_once_ = step_kernel_needed(StepKernel::kPicks, m_, launcher_->sm_count(), launcher_->smem_per_block());
     ctas_ = static_cast<std::int32_t>(
-        std::min(kCtasPerSm * launcher_->sm_count(), pieces(m_.shard_vocab, kSampleWarps * kTileRows)));
-    const auto requests = static_cast<std::size_t>(max_requests);
+        std::min((at_once_ ? 1 : kPickCtasPerSm) * launcher_->sm_count(), pieces(m_.shard_vocab, kTileRows)));
+    const auto requests = static_cast<std::size_t>(max_requests), k = static_cast<std::size_t>(m_.k);
+    constexpr auto kNoneYet = ~std::uint64_t{0};  // sample.cuh
     sampling_ = {b_.base,
                  w_.markov_w1,
                  w_.markov_w2,
                  b_.ids,
                  b_.first_position,
                  b_.draft_logits,
-                 room<DeviceBest>(2 * requests * static_cast<std::size_t>(ctas_)),
+                 copy(std::vector<std::uint64_t>(k * requests * static_cast<std::size_t>(ctas_), kNoneYet)),
                  b_.tokens,
                  b_.status};
     const auto of_request = static_cast<std::size_t>(kParts);
-    const auto k = static_cast<std::size_t>(m_.k);
     row_stats_ = room<DeviceRowStats>(requests * (2 * k + 1) * of_request);
     masses_ = room<double>(requests * k * of_request);
     drawn_ = room<DeviceDrawn>(requests * of_request);
@@ -239,10 +243,10 @@ class DevicePhases final : public StepPhases {
 
   void sample(const StepBatch& batch, Stream stream) override {
     StepBatch on_device = batch;
-    for (std::int32_t i = 0; i < m_.k; ++i) {
-      void* arguments[] = {&on_device, &sampling_, &i};
-      launch(StepKernel::kPick, {ctas_, 1, 1}, stream, arguments);
-    }
+    std::int32_t i = 0;
+    void* drafts[] = {&on_device, &sampling_, &i};  // picks takes the first two
+    if (at_once_) launch(StepKernel::kPicks, {ctas_, 1, 1}, stream, drafts);
+    for (; !at_once_ && i < m_.k; ++i) launch(StepKernel::kPick, {ctas_, 1, 1}, stream, drafts);
     void* arguments[] = {&on_device,     &sampling_,      &ctas_,         &b_.hidden,
                          &w_.confidence, &w_.calibration, &b_.confidence, &b_.survival};
     launch(StepKernel::kFinish, {batch.requests, 1, 1}, stream, arguments);
@@ -321,6 +325,7 @@ class DevicePhases final : public StepPhases {
   std::vector<std::uint64_t> taps_;  // TapList of kernels/draft/context.cuh: addresses, then strides
   float* sums_ = nullptr;
   float* stats_ = nullptr;
+  bool at_once_ = false;   // all drafts in one launch
   std::int32_t ctas_ = 0;  // of a pick
   DeviceSampling sampling_{};
   DeviceRowStats* row_stats_ = nullptr;
@@ -390,11 +395,7 @@ Status check_sizes(const StepModel& m) {
   if (m.kv_lora % 16 != 0 || m.rope % 16 != 0)
     return refuse("kv_lora_rank, qk_rope_head_dim", fmt::format("{}, {}", m.kv_lora, m.rope),
                   "multiples of 16 on a GPU");
-  // pick: W1 rows of its requests, then logits, noise and bests of each warp. absorb: rows
-  // of q and of W_UK, the depth rounded up to 32. values: rows of o and of W_UV, FP32 sums of each warp.
-  if (auto s = within("markov_rank", m.markov_rank, 2 * kSampleRequests, kSampleRequests * (4 + kSampleWarps * 264));
-      !s.ok())
-    return s;
+  // absorb: rows of q and of W_UK, the depth rounded up to 32. values: rows of o and of W_UV, FP32 sums of each warp.
   constexpr std::int64_t kOfDepth = 2 * (kBlockRows + kAbsorbColumns + kPad);
   if (auto s = within("qk_nope_head_dim", m.nope, kOfDepth, 31 * kOfDepth + 2 * kBlockRows * kPad); !s.ok()) return s;
   return within("kv_lora_rank", m.kv_lora, 2 * (kBlockRows + kValueColumns),
@@ -411,15 +412,25 @@ CompileRequest step_kernel_request(StepKernel kernel, const StepKernelModel& wha
                   "__global__ void __launch_bounds__({}, {}) kernel({}) {{\n  {};\n}}\n\n}}  // namespace "
                   "twostep::draft\n",
                   text.file, step_model_text(what), text.asserts, text.threads,
-                  kernel == StepKernel::kPick ? kCtasPerSm : 1, text.parameters, text.call),
+                  kernel == StepKernel::kPick ? kPickCtasPerSm : 1, text.parameters, text.call),
       arch, "draft-1"};
 }
 
-std::int64_t step_kernel_smem(StepKernel kernel, const StepModel& m) {
+std::int64_t step_kernel_smem(StepKernel kernel, const StepModel& m, int sm_count) {
+  if (kernel == StepKernel::kPicks) {
+    const std::int64_t tiles = pieces(m.shard_vocab, kTileRows), pitch = (2 * m.markov_rank + 63) / 128 * 128 + 64;
+    return kPickShared + pieces(tiles, sm_count) * kTileRows * pitch;
+  }
   if (kernel != StepKernel::kAttend && kernel != StepKernel::kAttendCausal) return 0;
   // AttendShared of kernels/draft/attention.cuh.
   return 2 * (kQueryRows + kStages * kKeys) * (m.cache_width() + 8) + 2 * kQueryRows * (kKeys + 8) +
          4 * kQueryRows * (kKeys + 4) + 4 * 3 * kQueryRows + kStages * kKeys * (8 + 4);
+}
+
+bool step_kernel_needed(StepKernel kernel, const StepModel& m, int sm_count, std::int64_t smem_per_block) {
+  const bool at_once = step_kernel_smem(StepKernel::kPicks, m, sm_count) <= smem_per_block;
+  if (kernel == StepKernel::kPick) return !at_once;
+  return kernel != StepKernel::kPicks || at_once;
 }
 
 std::uint32_t step_kernel_threads(StepKernel kernel) { return static_cast<std::uint32_t>(text_of(kernel).threads); }

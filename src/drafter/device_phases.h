@@ -26,13 +26,14 @@ enum class StepKernel : std::uint8_t {
   kValues,
   kActivate,
   kPick,
+  kPicks,
   kFinish,
   kRowStatistics,
   kResidualMass,
   kDraw,
   kEmit,
 };
-inline constexpr int kNumStepKernels = 20;
+inline constexpr int kNumStepKernels = 21;
 
 // What the kernels are compiled for: the model as named constants.
 struct StepKernelModel {
@@ -51,8 +52,14 @@ Status check_sizes(const StepModel& model);
 // For "sm_90a". Throws kUnsupported where a size of the model has no kernels of ours.
 CompileRequest step_kernel_request(StepKernel kernel, const StepKernelModel& model, const std::string& arch);
 
-// Dynamic shared memory of one CTA, bytes.
-std::int64_t step_kernel_smem(StepKernel kernel, const StepModel& model);
+// Dynamic shared memory of one CTA, bytes, on a GPU of that many SMs.
+std::int64_t step_kernel_smem(StepKernel kernel, const StepModel& model, int sm_count);
+
+// kPicks drafts where it may have its shared memory, else kPick: of the two, one is needed.
+bool step_kernel_needed(StepKernel kernel, const StepModel& model, int sm_count, std::int64_t smem_per_block);
+
+// CTAs of kPicks wait for each other: the grid must be resident as a whole.
+inline bool step_kernel_cooperative(StepKernel kernel) { return kernel == StepKernel::kPicks; }
 
 std::uint32_t step_kernel_threads(StepKernel kernel);  // of one CTA
 
@@ -64,9 +71,10 @@ class StepLauncher {
  public:
   virtual ~StepLauncher() = default;
   virtual int sm_count() const = 0;
-  virtual void* allocate(std::size_t bytes) = 0;  // zero; lives as long as the launcher
+  virtual std::int64_t smem_per_block() const = 0;  // that a CTA may ask for
+  virtual void* allocate(std::size_t bytes) = 0;    // zero; lives as long as the launcher
   virtual void upload(void* to, const void* from, std::size_t bytes) = 0;
-  virtual void load(const StepKernelModel& model) = 0;  // every kernel
+  virtual void load(const StepKernelModel& model) = 0;  // every kernel that is needed
   // `arguments` are addresses of the parameters. Allocates nothing.
   virtual void launch(StepKernel kernel, Grid grid, Stream stream, void** arguments) = 0;
 };
@@ -87,7 +95,7 @@ struct DeviceSampling {  // Sampling of kernels/draft/sample.cuh
   const std::int32_t* ids;
   const std::int64_t* first_position;
   void* draft_logits;
-  DeviceBest* best;
+  std::uint64_t* best;
   std::int32_t *tokens, *status;
 };
 struct DeviceRowStats {  // RowStats of kernels/draft/verify.cuh

@@ -16,6 +16,8 @@
 namespace twostep {
 namespace {
 
+constexpr bool kCooperativeMayBeProgrammatic = true;  // in one launch: asked in tests/gpu/cuda_driver.cpp
+
 class CudaLauncher final : public StepLauncher {
  public:
   explicit CudaLauncher(Device device) : context_(primary_context(device.index)), facts_(device_facts(device.index)) {
@@ -29,6 +31,7 @@ class CudaLauncher final : public StepLauncher {
   }
 
   int sm_count() const override { return facts_.sm_count; }
+  std::int64_t smem_per_block() const override { return facts_.smem_per_block; }
 
   void* allocate(std::size_t bytes) override {
     const ContextGuard context(context_);
@@ -51,18 +54,22 @@ class CudaLauncher final : public StepLauncher {
     const auto requests = step_kernel_requests(model, facts_.arch);
     std::vector<std::future<std::shared_ptr<const CompiledKernel>>> loads;
     for (std::size_t i = 0; i < requests.size(); ++i) {
-      const auto smem = step_kernel_smem(static_cast<StepKernel>(i), model.model);
+      const auto kernel = static_cast<StepKernel>(i);
+      const auto smem = step_kernel_smem(kernel, model.model, facts_.sm_count);
+      loads.emplace_back();
+      if (!step_kernel_needed(kernel, model.model, facts_.sm_count, facts_.smem_per_block)) continue;
       if (smem > facts_.smem_per_block)
         fail(StatusCode::kUnsupported, "drafter.prepare", "shared memory", fmt::format("{} bytes", smem),
              fmt::format("up to {} bytes on this GPU", facts_.smem_per_block), "run the draft step on the CPU");
-      loads.push_back(std::async(std::launch::async, [this, &requests, i, smem] {
+      loads.back() = std::async(std::launch::async, [this, &requests, i, smem] {
         const ContextGuard context(context_);
         const RelaxedCapture relaxed;
         return load_kernel(requests[i], static_cast<int>(smem));
-      }));
+      });
       smem_[i] = static_cast<std::uint32_t>(smem);
     }
-    for (std::size_t i = 0; i < loads.size(); ++i) kernels_[i] = loads[i].get();
+    for (std::size_t i = 0; i < loads.size(); ++i)
+      if (loads[i].valid()) kernels_[i] = loads[i].get();
   }
 
   void launch(StepKernel kernel, Grid grid, Stream stream, void** arguments) override {
@@ -76,7 +83,9 @@ class CudaLauncher final : public StepLauncher {
     what.grid_z = static_cast<std::uint32_t>(grid.z);
     what.block = step_kernel_threads(kernel);
     what.smem_bytes = smem_[index];
-    what.programmatic = PdlChain::follows_own_kernel(context_, stream, capturing, false);
+    what.cooperative = step_kernel_cooperative(kernel);
+    what.programmatic = (kCooperativeMayBeProgrammatic || !what.cooperative) &&
+                        PdlChain::follows_own_kernel(context_, stream, capturing, false);
     twostep::launch(what, stream, arguments);
     PdlChain::record(context_, stream, capturing);
   }

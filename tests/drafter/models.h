@@ -11,7 +11,9 @@ struct Case {
   DrafterConfig config;
   DrafterLimits limits;
   DrafterShard shard;
-  int sms = 8;  // of the GPU that the emulator plays: several parts of a context, several CTAs of a pick
+  // The GPU that the emulator plays: several parts of a context, several CTAs of a pick.
+  int sms = 8;
+  std::int64_t smem_per_block = 227 << 10;
 };
 
 inline Case tiny_case() {  // non-causal, one sliding layer; FP32 draft logits
@@ -41,10 +43,11 @@ inline Case switched_case() {  // causal, every switch, the second rank of two; 
 }
 
 // Eleven tokens of four heads: two query tiles; BF16 draft logits. On one SM, a context in one part, and a vocabulary
-// of several sweeps of a pick, the last ones ragged.
+// of several chunks of a pick, the last one ragged, of a rank that its slices share unevenly.
 inline Case long_case() {
   Case c{"Long", synth_preset("tiny"), {}, {}};
-  c.config.vocab_size = 1104;
+  c.config.vocab_size = 1112;
+  c.config.markov_rank = 168;
   c.sms = 1;
   c.limits.num_draft_tokens = 11;
   c.limits.request_counts = {1, 2};

@@ -543,4 +543,26 @@ void expect_the_same_bits_of_taps_in_one_buffer(const MakeSide& make) {
   expect_same_bits(side.read(), apart);
 }
 
+void expect_the_same_bits_of_a_smaller_gpu(const Case& c, std::int64_t requests, const MakeSide& make) {
+  SCOPED_TRACE(testing::Message() << c.name << ", " << requests << " requests, TWOSTEP_TEST_SEED=" << inputs_number());
+  const auto needs_picks = [&](const Case& of) {
+    return step_kernel_needed(StepKernel::kPicks, kernel_model(of).model, of.sms, of.smem_per_block);
+  };
+  Case smaller = c;
+  smaller.smem_per_block = 48 << 10;
+  while (needs_picks(smaller)) smaller.smem_per_block /= 2;
+  ASSERT_TRUE(needs_picks(c));
+  const DrafterWeights weights = synthetic_weights(c.config);
+  const auto side = make(c, weights, requests, {}), other = make(smaller, weights, requests, {});
+  for (std::uint64_t round = 0; round < 2; ++round) {  // the second on what the first one left
+    const Inputs in(c, requests, inputs_number() + round);
+    for (Side* of : {&*side, &*other}) {
+      of->poison_cache();
+      of->put(in);
+      of->run();
+    }
+    expect_same_bits(side->read(), other->read());
+  }
+}
+
 }  // namespace twostep::step_test

@@ -167,4 +167,7 @@ void expect_later_rows_not_to_spoil_earlier_ones(const MakeSide& make);
 void expect_the_bits_of_a_request_alone(const MakeSide& make);
 void expect_the_same_bits_of_taps_in_one_buffer(const MakeSide& make);
 
+// Of a GPU whose CTAs keep no weight in shared memory, though the case's do.
+void expect_the_same_bits_of_a_smaller_gpu(const Case& c, std::int64_t requests, const MakeSide& make);
+
 }  // namespace twostep::step_test

@@ -24,24 +24,33 @@ static_assert(sizeof(d::Drawn) == sizeof(DeviceDrawn));
 template <class Model>
 class EmulatedLauncher final : public StepLauncher {
  public:
-  explicit EmulatedLauncher(const Case& c) : sms_(c.sms), text_(step_model_text(step_test::kernel_model(c))) {}
+  explicit EmulatedLauncher(const Case& c)
+      : sms_(c.sms), smem_per_block_(c.smem_per_block), text_(step_model_text(step_test::kernel_model(c))) {}
 
   int sm_count() const override { return sms_; }
+  std::int64_t smem_per_block() const override { return smem_per_block_; }
   void* allocate(std::size_t bytes) override { return std::memset(space_->allocate(bytes), 0, bytes); }
   void upload(void* to, const void* from, std::size_t bytes) override { std::memcpy(to, from, bytes); }
   void load(const StepKernelModel& model) override {
     ASSERT_EQ(step_model_text(model), text_) << "compiled for another model";
-    smem_.resize(static_cast<std::size_t>(step_kernel_smem(StepKernel::kAttend, model.model)));
-    ASSERT_EQ(smem_.size(), sizeof(d::AttendShared<Model>));
+    model_ = model.model;
+    ASSERT_EQ(smem_of(StepKernel::kAttend), sizeof(d::AttendShared<Model>));
   }
 
   void launch(StepKernel kernel, Grid grid, Stream, void** arguments) override {
     const emulate::Dim dim{static_cast<unsigned>(grid.x), static_cast<unsigned>(grid.y), static_cast<unsigned>(grid.z)};
-    std::memset(smem_.data(), 0xff, smem_.size());  // NaN
-    emulate::run(dim, step_kernel_threads(kernel), [&] { call(kernel, arguments); });
+    const auto body = [&] { call(kernel, arguments); };
+    if (step_kernel_cooperative(kernel))
+      emulate::run_streams({{{dim, step_kernel_threads(kernel), body, false, smem_of(kernel)}}},
+                           step_test::inputs_number());
+    else emulate::run(dim, step_kernel_threads(kernel), body, smem_of(kernel));
   }
 
  private:
+  std::size_t smem_of(StepKernel kernel) const {
+    return static_cast<std::size_t>(step_kernel_smem(kernel, model_, sms_));
+  }
+
   // Parameter i, as the type that the kernel's parameter has.
   struct Parameter {
     void* at;
@@ -72,14 +81,15 @@ class EmulatedLauncher final : public StepLauncher {
       case StepKernel::kAbsorb: return d::absorb<Model>(p(0), p(1), p(2), p(3), p(4), p(5));
       case StepKernel::kAttend:
         return d::attend<Model, false>(as<d::Batch>(a[0]), p(1), p(2), p(3), as<d::Cache>(a[4]), p(5), p(6), p(7), p(8),
-                                       p(9), smem_.data());
+                                       p(9), emulate::cta_memory());
       case StepKernel::kAttendCausal:
         return d::attend<Model, true>(as<d::Batch>(a[0]), p(1), p(2), p(3), as<d::Cache>(a[4]), p(5), p(6), p(7), p(8),
-                                      p(9), smem_.data());
+                                      p(9), emulate::cta_memory());
       case StepKernel::kMerge: return d::merge<Model>(p(0), p(1), p(2), p(3));
       case StepKernel::kValues: return d::values<Model>(p(0), p(1), p(2), p(3), p(4));
       case StepKernel::kActivate: return d::activate<Model>(p(0), p(1));
       case StepKernel::kPick: return d::pick<Model>(as<d::Batch>(a[0]), as<d::Sampling>(a[1]), p(2));
+      case StepKernel::kPicks: return d::picks<Model>(as<d::Batch>(a[0]), as<d::Sampling>(a[1]), emulate::cta_memory());
       case StepKernel::kFinish:
         return d::finish<Model>(as<d::Batch>(a[0]), as<d::Sampling>(a[1]), p(2), p(3), p(4), p(5), p(6), p(7));
       case StepKernel::kRowStatistics: return d::row_statistics<Model>(as<d::Batch>(a[0]), as<d::Verify>(a[1]));
@@ -90,9 +100,10 @@ class EmulatedLauncher final : public StepLauncher {
   }
 
   const int sms_;
+  const std::int64_t smem_per_block_;
   const std::string text_;
   const std::unique_ptr<step_test::Space> space_ = step_test::host_space();
-  std::vector<std::byte> smem_;
+  StepModel model_;
 };
 
 template <class Model>
@@ -130,6 +141,14 @@ TEST(EmulatedStep, taps_in_one_buffer_give_the_same_bits) {
 }
 TEST(EmulatedStep, the_end_of_the_positions_is_that_of_the_cpu) {
   step_test::expect_the_same_step(step_test::tiny_case(), 1, kTiny, 256);
+}
+// On three SMs the longest case's vocabulary fits on chip, in chunks; on one it does not.
+TEST(EmulatedStep, picks_of_one_launch_are_those_of_a_launch_each) {
+  step_test::expect_the_same_bits_of_a_smaller_gpu(step_test::tiny_case(), 4, kTiny);
+  step_test::expect_the_same_bits_of_a_smaller_gpu(step_test::switched_case(), 18, kSwitched);
+  Case c = step_test::long_case();
+  c.sms = 3;
+  step_test::expect_the_same_bits_of_a_smaller_gpu(c, 2, kLong);
 }
 TEST(EmulatedVerify, verdicts_are_those_of_the_host) {
   step_test::expect_the_verdicts_of_the_host(step_test::tiny_case(), 4, false, kTiny);

@@ -33,9 +33,10 @@ std::vector<std::unique_ptr<Fiber>> idle;  // with their stacks, to be used agai
 struct UnderWay;
 
 struct Cta {
-  Cta(Dim of_grid, Dim of_block, unsigned threads, const std::function<void()>* kernel, UnderWay* of = nullptr)
-      : grid(of_grid), block(of_block), body(kernel), launch(of) {
-    std::memset(memory, 0xff, sizeof memory);
+  Cta(Dim of_grid, Dim of_block, unsigned threads, const std::function<void()>* kernel, std::size_t bytes,
+      UnderWay* of = nullptr)
+      : grid(of_grid), block(of_block), body(kernel), launch(of), memory((bytes + sizeof(Line) - 1) / sizeof(Line)) {
+    std::memset(memory.data(), 0xff, memory.size() * sizeof(Line));
     for (unsigned i = 0; i < threads; ++i) {
       if (idle.empty()) {
         idle.push_back(std::make_unique<Fiber>());
@@ -54,7 +55,10 @@ struct Cta {
   const std::function<void()>* const body;
   UnderWay* const launch;  // null: on no stream
   std::vector<std::unique_ptr<Fiber>> fibers;
-  alignas(16) std::byte memory[kCtaMemory];
+  struct alignas(16) Line {
+    std::byte bytes[16];
+  };
+  std::vector<Line> memory;
   bool lets_successor_start = false;
   bool done = false;
 };
@@ -167,7 +171,7 @@ struct Stream {
       const Launch& launch = launches[next++];
       UnderWay& one = under_way.emplace_back();
       for_each_block(launch.grid, [&](Dim at) {
-        start(one.ctas.emplace_back(launch.grid, at, launch.threads, &launch.kernel, &one));
+        start(one.ctas.emplace_back(launch.grid, at, launch.threads, &launch.kernel, launch.memory, &one));
       });
     }
     if (under_way.empty()) return false;
@@ -178,10 +182,10 @@ struct Stream {
 
 }  // namespace
 
-void run(Dim of_grid, unsigned threads, const std::function<void()>& kernel) {
+void run(Dim of_grid, unsigned threads, const std::function<void()>& kernel, std::size_t memory) {
   static bool descending = false;
   for_each_block(of_grid, [&](Dim at) {
-    Cta cta(of_grid, at, threads, &kernel);
+    Cta cta(of_grid, at, threads, &kernel, memory);
     start(cta);
     descending = !descending;
     while (!cta.done) turn(cta, descending);
@@ -220,7 +224,7 @@ void wait_for_predecessors() {
 }
 std::uint64_t drawn(std::uint64_t below) { return order() % below; }
 std::uint64_t clock_ns() { return 1000 * (turns + 1); }
-void* cta_memory() { return running->memory; }
+void* cta_memory() { return running->memory.data(); }
 
 void cta_barrier() { wait(State::kAtCta); }
 void warp_barrier() { wait(State::kAtWarp); }

@@ -18,13 +18,15 @@ inline Dim thread, block, grid;
 
 // Calls `kernel` as every thread of every CTA, one CTA after the other. Throws std::logic_error where threads wait for
 // each other in vain: a barrier that not all of them reach.
-void run(Dim grid, unsigned threads, const std::function<void()>& kernel);
+inline constexpr std::size_t kCtaMemory = 4096;
+void run(Dim grid, unsigned threads, const std::function<void()>& kernel, std::size_t memory = kCtaMemory);
 
 struct Launch {
   Dim grid;
   unsigned threads = 1;
   std::function<void()> kernel;
   bool programmatic = false;  // starts when every CTA of the launch before has ended or called let_successor_start()
+  std::size_t memory = kCtaMemory;
 };
 // Runs streams at the same time, of each the launches one after the other. The CTAs of all launches under way take
 // turns in an order that `seed` draws, some of them far ahead of others; a thread gives way in give_way(). Throws
@@ -36,8 +38,7 @@ void wait_for_predecessors();              // until all launches before on the s
 inline bool pdl_wait_is_skipped = false;   // by device text: a rule to break
 std::uint64_t drawn(std::uint64_t below);  // a number of the order's
 std::uint64_t clock_ns();                  // grows with the turns taken
-void* cta_memory();                        // of the CTA that runs: kCtaMemory bytes, 0xff at first
-inline constexpr std::size_t kCtaMemory = 4096;
+void* cta_memory();                        // of the CTA that runs, 0xff at first
 
 void cta_barrier();
 void warp_barrier();

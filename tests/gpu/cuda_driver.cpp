@@ -99,6 +99,28 @@ TEST_F(CudaDriver, only_the_kernel_recorded_last_on_the_same_stream_is_followed)
   EXPECT_FALSE(after_other);
 }
 
+// As the picks of a draft step are launched: a grid that waits for itself, early.
+TEST_F(CudaDriver, a_cooperative_launch_may_be_programmatic) {
+  const HostMatrix values = integers(1, 8, 1);
+  Matrix to(1, 8), through(1, 8);
+  const Matrix from(values);
+  const auto enqueue = [&] {
+    write_late(through, from, 8, 100, stream());
+    write_late(to, through, 8, 0, stream(), true, true);
+  };
+  enqueue();
+  expect_exact(to.get(), values);
+  const Graph graph(stream(), enqueue);
+  EXPECT_EQ(graph.num_nodes(), 2u);
+  EXPECT_EQ(graph.num_programmatic_edges(), 1u);
+  for (int i = 0; i < 20; ++i) {
+    through.poison();
+    to.poison();
+    graph.launch(stream());
+    expect_exact(to.get(), values);
+  }
+}
+
 // The oracle of these tests writes its large weights on the GPU: both sides must make the same numbers.
 TEST_F(CudaDriver, integers_of_the_gpu_are_those_of_the_host) {
   const Matrix matrix = Matrix::of_integers(70, 130, 9);

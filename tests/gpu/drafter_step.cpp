@@ -67,6 +67,14 @@ TEST_F(DrafterStep, long_blocks_are_those_of_the_cpu) {
   step_test::expect_the_same_step(step_test::long_case(), 1, gpu());
   step_test::expect_the_same_step(step_test::long_case(), 2, gpu());
 }
+TEST_F(DrafterStep, picks_of_a_shard_that_fits_on_no_chip_are_those_of_the_cpu) {
+  TWOSTEP_NEEDS_CUBLAS();
+  Case c = step_test::switched_case();
+  c.config.markov_rank = 7176;  // 16 rows are more than a CTA may have of shared memory
+  ASSERT_TRUE(step_kernel_needed(StepKernel::kPick, step_test::kernel_model(c).model, 132, 227 << 10));
+  step_test::expect_the_same_step(c, 2, gpu());
+  step_test::expect_the_same_step(c, 18, gpu());
+}
 TEST_F(DrafterStep, the_end_of_the_positions_is_that_of_the_cpu) {
   TWOSTEP_NEEDS_CUBLAS();
   step_test::expect_the_same_step(step_test::tiny_case(), 1, gpu(), 256);

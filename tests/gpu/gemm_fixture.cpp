@@ -356,7 +356,7 @@ Tactic wgmma_tactic(int m, int tile_n, int cluster_k, int stages) {
 }
 
 void write_late(const Matrix& to, const Matrix& from, std::int64_t elements, int microseconds, Stream stream,
-                bool programmatic) {
+                bool programmatic, bool cooperative) {
   void* to_data = to.data();
   void* from_data = from.data();
   std::uint64_t ns = 1000u * static_cast<std::uint64_t>(microseconds);
@@ -365,6 +365,7 @@ void write_late(const Matrix& to, const Matrix& from, std::int64_t elements, int
   what.function = test_kernel("write_late");
   what.block = 256;
   what.programmatic = programmatic;
+  what.cooperative = cooperative;
   launch(what, stream, arguments);
 }
 

@@ -168,7 +168,7 @@ Tactic wgmma_tactic(int m, int tile_n, int cluster_k, int stages = 3);
 
 // Lets its successor start at once, waits for its predecessor, sleeps, then copies: to = from.
 void write_late(const Matrix& to, const Matrix& from, std::int64_t elements, int microseconds, Stream stream,
-                bool programmatic = false);
+                bool programmatic = false, bool cooperative = false);
 void sleep(int microseconds, Stream stream);
 void poison_shared_memory(Stream stream);                                              // of every SM
 void host_traffic(void* pinned, std::int64_t bytes, int microseconds, Stream stream);  // reads and writes it

@@ -7,6 +7,8 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <map>
+#include <vector>
 
 #include "common/types.cuh"
 #include "core/bf16.h"
@@ -42,6 +44,7 @@ T __shfl_xor_sync(unsigned, T value, int mask) {
   return twostep::emulate::exchange(value, threadIdx.x % 32 ^ static_cast<unsigned>(mask));
 }
 inline float __uint_as_float(unsigned bits) { return std::bit_cast<float>(bits); }
+inline unsigned __float_as_uint(float v) { return std::bit_cast<unsigned>(v); }
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline int atomicOr(int* to, int bits) {
   const int before = *to;
@@ -98,6 +101,14 @@ inline void store_relaxed_sys(uint4* to, uint4 v) {
 inline void store_release_sys(u32* to, u32 v) { *to = v; }
 inline void fence_sys() {}
 inline u32 load_relaxed_gpu(const u32* from) { return *from; }
+inline u64 load_relaxed_gpu(const u64* from) {
+  meanwhile();
+  return *from;
+}
+inline void store_relaxed_gpu(u64* to, u64 v) {
+  meanwhile();
+  *to = v;
+}
 inline u32 atomic_add_acq_rel_gpu(u32* to, u32 v) {
   meanwhile();
   const u32 before = *to;
@@ -111,6 +122,35 @@ inline u32 atomic_cas_relaxed_gpu(u32* to, u32 expected, u32 v) {
 }
 inline u64 global_timer() { return emulate::clock_ns(); }
 inline void sleep_ns(u32) { emulate::give_way(); }
+inline void prefetch_l2(const void*) {}
+
+// A barrier of copies alone, of one phase. They arrive at the last moment: in the wait.
+struct Copies {
+  struct Copy {
+    std::uintptr_t to;
+    const void* from;
+    u32 bytes;
+  };
+  u32 expected = 0;
+  std::vector<Copy> under_way;
+};
+inline std::map<std::uintptr_t, Copies> copies_of;  // by barrier
+inline void barrier_init(std::uintptr_t barrier, u32) { copies_of[barrier] = {}; }
+inline void barrier_init_fence() {}
+inline void barrier_arrive_expect(std::uintptr_t barrier, u32 bytes) { copies_of.at(barrier).expected += bytes; }
+inline void bulk_load(std::uintptr_t to, const void* from, u32 bytes, std::uintptr_t barrier) {
+  copies_of.at(barrier).under_way.push_back({to, from, bytes});
+}
+inline bool barrier_try_wait(std::uintptr_t barrier, u32) {
+  emulate::give_way();
+  Copies& copies = copies_of.at(barrier);
+  for (const auto& copy : copies.under_way) {
+    std::memcpy(reinterpret_cast<void*>(copy.to), copy.from, copy.bytes);
+    copies.expected -= copy.bytes;
+  }
+  copies.under_way.clear();
+  return copies.expected == 0;
+}
 
 // Copies by threads are there at once.
 inline void copy_async(std::uintptr_t to, const void* from, bool valid) {
