@@ -20,7 +20,8 @@ namespace twostep::draft {
 constexpr int kQueryRows = 32;  // two tiles of 16
 constexpr int kKeys = 64;       // of one tile: four groups of 16
 constexpr int kStages = 2;      // tiles of keys under way
-constexpr int kAttendThreads = 256;
+constexpr int kAttendThreads = 512;
+constexpr int kScoreSlices = 4;  // of the dot products of a tile: each is summed by other warps
 constexpr int kMergeThreads = 256;
 constexpr int kMergeColumns = 4 * kWarp;  // of one CTA: four per lane
 
@@ -31,7 +32,7 @@ struct AttendShared {
   u16 q[kQueryRows][kStride];
   u16 keys[kStages][kKeys][kStride];
   u16 p[kQueryRows][kPStride];
-  float scores[kQueryRows][kKeys + 4];
+  float scores[kScoreSlices][kQueryRows][kKeys + 4];
   float maximum[kQueryRows], total[kQueryRows], shrink[kQueryRows];
   i64 at[kStages][kKeys];      // where a key is in the cache; -1: no row sees it
   int spoilt[kStages][kKeys];  // it was not finite
@@ -54,6 +55,8 @@ __device__ inline void attend(const Batch& batch, const u16* q, const i64* posit
   constexpr int kRows = Model::kK * Model::kHeads;  // query rows of a request
   constexpr int kPairs = Model::kKvLora / 16;       // tiles of 16 output columns
   constexpr int kWarps = kAttendThreads / kWarp;
+  constexpr int kRowShare = kAttendThreads / kQueryRows;  // threads that share a row of the softmax
+  static_assert(kWarps == kScoreSlices * (kKeys / 16));
   constexpr int kPairsOfWarp = (kPairs + kWarps - 1) / kWarps;
   auto& s = *static_cast<AttendShared<Model>*>(memory);
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
@@ -81,8 +84,8 @@ __device__ inline void attend(const Batch& batch, const u16* q, const i64* posit
   };
   const i64 first_seen = window_of(top), last_window = window_of(top + Model::kK - 1);
   const i64 low = first_seen / kKeys * kKeys;
-  const i64 tiles = (keys_end - low + kKeys - 1) / kKeys;
-  const i64 tiles_of_split = (tiles + splits - 1) / splits;
+  const u32 tiles = u32((keys_end - low + kKeys - 1) / kKeys);
+  const i64 tiles_of_split = (tiles + splits - 1) / u32(splits);
   const i64 begin = low + split * tiles_of_split * kKeys;
   i64 stop = begin + tiles_of_split * kKeys;
   if (stop > keys_end) stop = keys_end;
@@ -107,8 +110,7 @@ __device__ inline void attend(const Batch& batch, const u16* q, const i64* posit
     s.maximum[threadIdx.x] = -infinity();
     s.total[threadIdx.x] = 0;
   }
-  // In the softmax eight threads share a row.
-  const int softmax_row = threadIdx.x / 8, softmax_part = threadIdx.x % 8;
+  const int softmax_row = threadIdx.x / kRowShare, softmax_part = threadIdx.x % kRowShare;
   const i64 own =
       first_row + softmax_row < kRows ? position[r * Model::kK + (first_row + softmax_row) / Model::kHeads] : -1;
   const i64 oldest = window_of(own);
@@ -134,51 +136,65 @@ __device__ inline void attend(const Batch& batch, const u16* q, const i64* posit
       __syncthreads();  // what was spoilt is told
     }
 
-    // ---- Scores: a warp has 16 query rows and 16 keys; even and odd steps are summed apart
+    // ---- Scores: a warp has all query rows, 16 keys, and every fourth step of 16 of the dot product
     {
-      const int rows16 = warp % 2 * 16, keys16 = warp / 2 * 16;
-      float score[2][2][4] = {};
+      constexpr int kSteps = Model::kCacheWidth / 16;
+      const int keys16 = warp % (kKeys / 16) * 16, slice = warp / (kKeys / 16);
+      float score[2][2][4] = {};  // [tile of 16 rows][8 keys]
 #pragma unroll
-      for (int step = 0; step < Model::kCacheWidth / 16; ++step) {
+      for (int i = 0; i < (kSteps + kScoreSlices - 1) / kScoreSlices; ++i) {
+        const int step = i * kScoreSlices + slice;
+        if (step >= kSteps) break;
         const int c = 16 * step;
-        u32 a[4], b[4];
-        load_matrices(a, smem_address(&s.q[rows16 + lane % 16][c + lane / 16 * 8]));
+        u32 b[4];
         load_matrices(b, smem_address(&keys[keys16 + lane / 16 * 8 + lane % 8][c + lane / 8 % 2 * 8]));
-        mma_16x8x16(score[step % 2][0], a, b[0], b[1]);
-        mma_16x8x16(score[step % 2][1], a, b[2], b[3]);
+#pragma unroll
+        for (int m = 0; m < 2; ++m) {
+          u32 a[4];
+          load_matrices(a, smem_address(&s.q[16 * m + lane % 16][c + lane / 16 * 8]));
+          mma_16x8x16(score[m][0], a, b[0], b[1]);
+          mma_16x8x16(score[m][1], a, b[2], b[3]);
+        }
       }
 #pragma unroll
-      for (int n = 0; n < 2; ++n)
+      for (int m = 0; m < 2; ++m)
 #pragma unroll
-        for (int i = 0; i < 4; ++i)
-          s.scores[rows16 + lane / 4 + i / 2 * 8][keys16 + 8 * n + lane % 4 * 2 + i % 2] =
-              score[0][n][i] + score[1][n][i];
+        for (int n = 0; n < 2; ++n)
+#pragma unroll
+          for (int i = 0; i < 4; i += 2)
+            *reinterpret_cast<float2*>(&s.scores[slice][16 * m + lane / 4 + i / 2 * 8][keys16 + 8 * n + lane % 4 * 2]) =
+                make_float2(score[m][n][i], score[m][n][i + 1]);
     }
     __syncthreads();  // the scores are there
 
     // ---- Softmax
     {
       const int row = softmax_row, part = softmax_part;
-      float score[kKeys / 8], highest = -infinity();
+      float score[kKeys / kRowShare], highest = -infinity();
 #pragma unroll
-      for (int i = 0; i < kKeys / 8; ++i) {
-        const i64 key = tile + part + 8 * i;
-        const bool visible = own >= 0 && s.at[stage][part + 8 * i] >= 0 && (!kCausal || key <= own) && key >= oldest;
-        score[i] = visible ? Model::kScale * s.scores[row][part + 8 * i] : -infinity();
-        if (visible && s.spoilt[stage][part + 8 * i]) score[i] = not_a_number();
+      for (int i = 0; i < kKeys / kRowShare; ++i) {
+        const int of_tile = part + kRowShare * i;
+        const i64 key = tile + of_tile;
+        const bool visible = own >= 0 && s.at[stage][of_tile] >= 0 && (!kCausal || key <= own) && key >= oldest;
+        float sum = 0;
+#pragma unroll
+        for (int slice = 0; slice < kScoreSlices; ++slice) sum += s.scores[slice][row][of_tile];
+        score[i] = visible ? Model::kScale * sum : -infinity();
+        if (visible && s.spoilt[stage][of_tile]) score[i] = not_a_number();
         highest = fmaxf(highest, score[i]);
       }
-      for (int step = 4; step > 0; step /= 2) highest = fmaxf(highest, __shfl_xor_sync(0xffffffffu, highest, step));
+      for (int step = kRowShare / 2; step > 0; step /= 2)
+        highest = fmaxf(highest, __shfl_xor_sync(0xffffffffu, highest, step));
       const float before = s.maximum[row];
       highest = fmaxf(highest, before);
       float sum = 0;
 #pragma unroll
-      for (int i = 0; i < kKeys / 8; ++i) {
+      for (int i = 0; i < kKeys / kRowShare; ++i) {
         const float p = score[i] == -infinity() ? 0.0f : expf(score[i] - highest);
-        s.p[row][part + 8 * i] = to_bf16(p);
+        s.p[row][part + kRowShare * i] = to_bf16(p);
         sum += p;
       }
-      for (int step = 4; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
+      for (int step = kRowShare / 2; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
       if (part == 0) {
         const float shrink = highest == -infinity() ? 1.0f : expf(before - highest);
         s.shrink[row] = shrink;
@@ -190,7 +206,7 @@ __device__ inline void attend(const Batch& batch, const u16* q, const i64* posit
     const i64 next = tile + kStages * kKeys;  // into this tile's room
     if (next < stop && threadIdx.x < kKeys) place(next, stage, threadIdx.x);
 
-      // ---- Sums: a warp has every eighth pair of output columns
+      // ---- Sums: a warp has every 16th pair of output columns
 #pragma unroll
     for (int m = 0; m < 2; ++m) {
       const float upper = s.shrink[16 * m + lane / 4], lower = s.shrink[16 * m + lane / 4 + 8];

@@ -13,9 +13,10 @@ namespace {
 
 // Of kernels/draft, asserted in the text of each kernel that uses them.
 constexpr std::int64_t kRowThreads = 256, kMergeThreads = 256, kVerifyThreads = 256, kActivateColumns = 256;
-constexpr std::int64_t kQueryRows = 32, kKeys = 64, kStages = 2, kMergeColumns = 128;  // attention.cuh
-constexpr std::int64_t kAbsorbColumns = 64, kValueColumns = 16, kBlockRows = 16;       // block.cuh
-constexpr std::int64_t kPad = 8, kHalfWarps = 8;                                       // block.cuh
+constexpr std::int64_t kQueryRows = 32, kKeys = 64, kStages = 2, kScoreSlices = 4, kAttendThreads = 512,
+                       kMergeColumns = 128;                                       // attention.cuh
+constexpr std::int64_t kAbsorbColumns = 64, kValueColumns = 16, kBlockRows = 16;  // block.cuh
+constexpr std::int64_t kPad = 8, kHalfWarps = 8;                                  // block.cuh
 constexpr std::int64_t kMaxSplits = 256;
 constexpr std::int64_t kTileRows = 16, kPickShared = 31600;  // sample.cuh
 constexpr std::int64_t kPickCtasPerSm = 2;                   // picks: 1
@@ -66,13 +67,13 @@ const KernelText& text_of(StepKernel kernel) {
        "float* sums, float* stats",
        "extern __shared__ uint4 memory[];\n  attend<Model, false>(batch, q, position, end, cache, window, splits, o, "
        "sums, stats, memory)",
-       256, "kQueryRows == 32 && kKeys == 64 && kStages == 2 && kAttendThreads == 256"},
+       kAttendThreads, "kQueryRows == 32 && kKeys == 64 && kStages == 2 && kScoreSlices == 4 && kAttendThreads == 512"},
       {"attend_causal", "attention",
        "Batch batch, const u16* q, const i64* position, const i64* end, Cache cache, i64 window, int splits, u16* o, "
        "float* sums, float* stats",
        "extern __shared__ uint4 memory[];\n  attend<Model, true>(batch, q, position, end, cache, window, splits, o, "
        "sums, stats, memory)",
-       256, "kQueryRows == 32 && kKeys == 64 && kStages == 2 && kAttendThreads == 256"},
+       kAttendThreads, "kQueryRows == 32 && kKeys == 64 && kStages == 2 && kScoreSlices == 4 && kAttendThreads == 512"},
       {"merge", "attention", "const float* sums, const float* stats, int splits, u16* o",
        "merge<Model>(sums, stats, splits, o)", kMergeThreads, "kMergeThreads == 256 && kMergeColumns == 128"},
       {"values", "block", "const u16* o, const u16* kv_b, const u16* gate, i64 rows, u16* out",
@@ -424,7 +425,7 @@ std::int64_t step_kernel_smem(StepKernel kernel, const StepModel& m, int sm_coun
   if (kernel != StepKernel::kAttend && kernel != StepKernel::kAttendCausal) return 0;
   // AttendShared of kernels/draft/attention.cuh.
   return 2 * (kQueryRows + kStages * kKeys) * (m.cache_width() + 8) + 2 * kQueryRows * (kKeys + 8) +
-         4 * kQueryRows * (kKeys + 4) + 4 * 3 * kQueryRows + kStages * kKeys * (8 + 4);
+         4 * kScoreSlices * kQueryRows * (kKeys + 4) + 4 * 3 * kQueryRows + kStages * kKeys * (8 + 4);
 }
 
 bool step_kernel_needed(StepKernel kernel, const StepModel& m, int sm_count, std::int64_t smem_per_block) {

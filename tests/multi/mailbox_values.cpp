@@ -211,6 +211,7 @@ TEST_P(MailboxTest, graphs_and_eager_calls_in_any_order_carry_what_is_new) {
     };
     constexpr Size kSizes[] = {{1, 4}, {1, 2048}, {7, 512}, {8, 2048}, {64, 36}, {0, 8}};
     const auto kernel = load_kernel(payload_request(arch_name(device_facts(r.device.index).arch)), 0);
+    r.meet();  // a load waits for what runs on the GPU
     auto* in = reinterpret_cast<std::uint32_t*>(r.memory);
     auto* out = reinterpret_cast<std::uint32_t*>(r.memory + Rank::kMemory / 2);
     auto* counts = reinterpret_cast<std::uint64_t*>(r.memory + Rank::kMemory - 64);

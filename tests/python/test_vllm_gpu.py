@@ -64,6 +64,7 @@ def test_a_drafter_of_rank_shapes_is_routed_in_time_and_replays_without_a_miss(d
     taps = {m: torch.randn(m, 5 * 7168).to(BF16) for m in (8, 16, 64)}
     before = [drafter.compute_draft_logits(drafter(v)) for v in x.values()]
     before += [drafter.model.context_proj(t)[0] for t in taps.values()]
+    before += [drafter.model.context_kv_proj(t[:, :7168])[0] for t in taps.values()]
     warm = time.perf_counter()
     served = twostep_vllm.serve(runner, Switches(kda=False))
     warm = time.perf_counter() - warm
@@ -71,6 +72,7 @@ def test_a_drafter_of_rank_shapes_is_routed_in_time_and_replays_without_a_miss(d
     assert warm < 5 and served.parts["linears"].report.count == 27 and not served.missing and not served.unserved
     graphs = [captured(lambda v=v: drafter.compute_draft_logits(drafter(v))) for v in x.values()]
     graphs += [captured(lambda t=t: drafter.model.context_proj(t)[0]) for t in taps.values()]
+    graphs += [captured(lambda t=t: drafter.model.context_kv_proj(t[:, :7168])[0]) for t in taps.values()]
     for (graph, out), wanted in zip(graphs, before):
         graph.replay()
         torch.cuda.synchronize()
