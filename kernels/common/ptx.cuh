@@ -33,6 +33,8 @@ __device__ inline void barrier_init_fence() { asm volatile("fence.mbarrier_init.
 __device__ inline void barrier_arrive(u32 barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
+// Orders this thread's accesses of shared memory before the copies that it, or who waits for it, then starts.
+__device__ inline void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 // One arrival, and `bytes` more that copies must bring before the phase completes.
 __device__ inline void barrier_arrive_expect(u32 barrier, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");

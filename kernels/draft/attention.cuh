@@ -8,9 +8,11 @@
 // them. A part of the context is read by one CTA per query tile; parts meet in `merge`, in their order, in FP32. A key
 // has weight 0 where it is not visible, and 0 * NaN is NaN. So a key that no row sees arrives as zeros, and what is not
 // finite of one that some rows see alone (behind their own position, or as the window moves on) becomes zero: it then
-// scores NaN for those who see it, and nothing for the others. Tiles of keys come by asynchronous copies, kStages of
-// them under way at once. PDL: the cache's rows of this block come from the kernels before, so nothing is read before
-// pdl_wait().
+// scores NaN for those who see it, and nothing for the others. The rows of a tile come by bulk copies, kStages tiles
+// under way at once; each has a thread that looks up its page a tile ahead.
+//
+// PDL: keys are on their way before pdl_wait(), past L1. `absorb`, the kernel before, starts this one only after its
+// own wait; what wrote positions, page table and cache is complete by then. q is read after pdl_wait().
 #pragma once
 
 #include "draft/row.cuh"
@@ -25,6 +27,9 @@ constexpr int kScoreSlices = 4;  // of the dot products of a tile: each is summe
 constexpr int kMergeThreads = 256;
 constexpr int kMergeColumns = 4 * kWarp;  // of one CTA: four per lane
 
+// Of a key: no row sees it; seen; seen, and not finite.
+constexpr int kUnseen = 0, kSeen = 1, kSpoilt = 2;
+
 template <class Model>
 struct AttendShared {
   static constexpr int kStride = Model::kCacheWidth + 8;  // rows 16 bytes apart modulo 128: ldmatrix without conflicts
@@ -34,8 +39,8 @@ struct AttendShared {
   u16 p[kQueryRows][kPStride];
   float scores[kScoreSlices][kQueryRows][kKeys + 4];
   float maximum[kQueryRows], total[kQueryRows], shrink[kQueryRows];
-  i64 at[kStages][kKeys];      // where a key is in the cache; -1: no row sees it
-  int spoilt[kStages][kKeys];  // it was not finite
+  u64 arrived[kStages];  // mbarrier: each key's owner, and its bytes
+  int state[kStages][kKeys];
 };
 
 __device__ inline bool are_finite(u32 two) { return (two & 0x7f80u) != 0x7f80u && (two & 0x7f800000u) != 0x7f800000u; }
@@ -63,22 +68,18 @@ __device__ inline void attend(const Batch& batch, const u16* q, const i64* posit
   const int first_row = blockIdx.x * kQueryRows;
   const int split = blockIdx.y;
   const i64 r = blockIdx.z;
-  pdl_launch();
-  pdl_wait();
-
-  // ---- Load q; copies join the first tile's group
-  constexpr int kPieces = Model::kCacheWidth / 8;
-  const u16* q_rows = q + (r * kRows + first_row) * Model::kCacheWidth;
-  for (int i = threadIdx.x; i < kQueryRows * kPieces; i += kAttendThreads) {
-    const int row = i / kPieces, piece = i % kPieces;
-    const bool is = first_row + row < kRows;
-    copy_async(smem_address(&s.q[row][8 * piece]), is ? q_rows + 8 * i : q, is);
+  if (threadIdx.x == 0) {
+    for (u64& barrier : s.arrived) barrier_init(smem_address(&barrier), kKeys);
+    barrier_init_fence();
   }
+  pdl_launch();
 
-  // ---- This CTA's keys
-  const i64 keys_end = end[r];
-  const i64 top = position[r * Model::kK];  // of the block's first row
-  const auto window_of = [&](i64 at) {      // the first key that a row at this position sees
+  // ---- This CTA's keys, before pdl_wait()
+  const auto complete = [](const i64* from) { return i64(load_relaxed_gpu(reinterpret_cast<const u64*>(from))); };
+  const auto position_of = [&](int row) { return complete(position + r * Model::kK + row); };
+  const i64 keys_end = complete(end + r);
+  const i64 top = position_of(0);       // of the block's first row
+  const auto window_of = [&](i64 at) {  // the first key that a row at this position sees
     const i64 first = (at < Model::kMaxLen ? at : i64(Model::kMaxLen - 1)) - window + 1;
     return window > 0 && first > 0 ? first : 0;
   };
@@ -89,49 +90,69 @@ __device__ inline void attend(const Batch& batch, const u16* q, const i64* posit
   const i64 begin = low + split * tiles_of_split * kKeys;
   i64 stop = begin + tiles_of_split * kKeys;
   if (stop > keys_end) stop = keys_end;
-  const auto place = [&](i64 tile, int stage, int i) {
-    const i64 key = tile + i;
-    s.at[stage][i] = key >= first_seen && key < stop ? row_offset<Model>(batch, cache, r, key) : -1;
-    s.spoilt[stage][i] = 0;
+  // Thread `own_key` of the keys of a tile finds it and fetches it.
+  constexpr int kKeysOfWarp = kKeys / kWarps, kPieces = Model::kCacheWidth / 8;
+  constexpr u32 kRowBytes = 2 * Model::kCacheWidth;
+  const bool owner = lane < kKeysOfWarp;
+  const int own_key = warp * kKeysOfWarp + lane;
+  const auto find = [&](i64 tile) {
+    const i64 key = tile + own_key;
+    return owner && key >= first_seen && key < stop ? row_offset<Model>(batch, cache, r, key) : i64(-1);
   };
-  const auto load_keys = [&](int stage) {
-#pragma unroll 6
-    for (int i = threadIdx.x; i < kKeys * kPieces; i += kAttendThreads) {
-      const int key = i / kPieces, piece = i % kPieces;
-      const i64 at = s.at[stage][key];
-      copy_async(smem_address(&s.keys[stage][key][8 * piece]), cache.data + (at < 0 ? 0 : at) + 8 * piece, at >= 0);
+  const auto fetch = [&](i64 at, int stage) {
+    if (!owner) return;
+    const auto arrived = smem_address(&s.arrived[stage]);
+    u16* row = s.keys[stage][own_key];
+    s.state[stage][own_key] = at < 0 ? kUnseen : kSeen;
+    if (at >= 0) {
+      barrier_arrive_expect(arrived, kRowBytes);
+      bulk_load(smem_address(row), cache.data + at, kRowBytes, arrived);
+    } else {
+      for (int piece = 0; piece < kPieces; ++piece) reinterpret_cast<uint4*>(row)[piece] = make_uint4(0, 0, 0, 0);
+      fence_proxy_async();
+      barrier_arrive(arrived);
     }
-    copy_async_commit();
   };
-  static_assert(kStages * kKeys <= kAttendThreads);
-  if (threadIdx.x < kStages * kKeys)
-    place(begin + threadIdx.x / kKeys * kKeys, threadIdx.x / kKeys, threadIdx.x % kKeys);
-  if (threadIdx.x < kQueryRows) {
-    s.maximum[threadIdx.x] = -infinity();
-    s.total[threadIdx.x] = 0;
-  }
+  static_assert(kStages == 2);
+  const i64 at0 = find(begin), at1 = find(begin + kKeys);
+  __syncthreads();  // the barriers are there
+  if (begin < stop) fetch(at0, 0);
+  if (begin + kKeys < stop) fetch(at1, 1);
   const int softmax_row = threadIdx.x / kRowShare, softmax_part = threadIdx.x % kRowShare;
-  const i64 own =
-      first_row + softmax_row < kRows ? position[r * Model::kK + (first_row + softmax_row) / Model::kHeads] : -1;
+  const i64 own = first_row + softmax_row < kRows ? position_of((first_row + softmax_row) / Model::kHeads) : i64(-1);
   const i64 oldest = window_of(own);
-  __syncthreads();  // the keys' places are there
-#pragma unroll
-  for (int stage = 0; stage < kStages; ++stage) load_keys(stage);
+  float largest = -infinity(), total = 0;  // of the row, in all threads that share it
+
+  // ---- Load q
+  pdl_wait();
+  const u16* q_rows = q + (r * kRows + first_row) * Model::kCacheWidth;
+  for (int i = threadIdx.x; i < kQueryRows * kPieces; i += kAttendThreads) {
+    const int row = i / kPieces, piece = i % kPieces;
+    const bool is = first_row + row < kRows;
+    copy_async(smem_address(&s.q[row][8 * piece]), is ? q_rows + 8 * i : q, is);
+  }
+  copy_async_commit();
+  copy_async_wait<0>();
+  __syncthreads();                        // q is there
   float acc[kPairsOfWarp][2][2][4] = {};  // [pair][tile of 16 rows][8 columns]
 
   int stage = 0;
-  for (i64 tile = begin; tile < stop; tile += kKeys, stage = (stage + 1) % kStages) {
+  u32 parity = 0;
+  for (i64 tile = begin; tile < stop; tile += kKeys) {
     auto& keys = s.keys[stage];
-    copy_async_wait<kStages - 1>();
-    __syncthreads();                                                  // the tile is there
+    const i64 next = tile + kStages * kKeys;  // into this tile's room
+    const i64 next_at = find(next);
+    while (!barrier_try_wait(smem_address(&s.arrived[stage]), parity)) {
+    }
     if ((kCausal && tile + kKeys - 1 > top) || tile < last_window) {  // some of its keys are not seen by all rows
       for (int i = threadIdx.x; i < kKeys * kPieces; i += kAttendThreads) {
         const int key = i / kPieces;
         const bool of_some = (kCausal && tile + key > top) || tile + key < last_window;
         auto* piece = reinterpret_cast<uint4*>(&keys[key][i % kPieces * 8]);
-        if (!of_some || are_finite(*piece)) continue;
+        if (!of_some || are_finite(*piece)) continue;  // a key that no row sees is zero
         *piece = make_uint4(0, 0, 0, 0);
-        s.spoilt[stage][key] = 1;
+        s.state[stage][key] = kSpoilt;
+        fence_proxy_async();
       }
       __syncthreads();  // what was spoilt is told
     }
@@ -170,23 +191,26 @@ __device__ inline void attend(const Batch& batch, const u16* q, const i64* posit
     // ---- Softmax
     {
       const int row = softmax_row, part = softmax_part;
+      // The row sees keys first .. last of the tile.
+      const i64 behind = own - tile, before = oldest - tile;
+      const int last = own < 0 ? -1 : !kCausal || behind >= kKeys ? kKeys - 1 : int(behind < -1 ? -1 : behind);
+      const int first = before <= 0 ? 0 : before >= kKeys ? kKeys : int(before);
       float score[kKeys / kRowShare], highest = -infinity();
 #pragma unroll
       for (int i = 0; i < kKeys / kRowShare; ++i) {
         const int of_tile = part + kRowShare * i;
-        const i64 key = tile + of_tile;
-        const bool visible = own >= 0 && s.at[stage][of_tile] >= 0 && (!kCausal || key <= own) && key >= oldest;
+        const int state = s.state[stage][of_tile];
+        const bool visible = state != kUnseen && of_tile >= first && of_tile <= last;
         float sum = 0;
 #pragma unroll
         for (int slice = 0; slice < kScoreSlices; ++slice) sum += s.scores[slice][row][of_tile];
         score[i] = visible ? Model::kScale * sum : -infinity();
-        if (visible && s.spoilt[stage][of_tile]) score[i] = not_a_number();
+        if (visible && state == kSpoilt) score[i] = not_a_number();
         highest = fmaxf(highest, score[i]);
       }
       for (int step = kRowShare / 2; step > 0; step /= 2)
         highest = fmaxf(highest, __shfl_xor_sync(0xffffffffu, highest, step));
-      const float before = s.maximum[row];
-      highest = fmaxf(highest, before);
+      highest = fmaxf(highest, largest);
       float sum = 0;
 #pragma unroll
       for (int i = 0; i < kKeys / kRowShare; ++i) {
@@ -195,18 +219,14 @@ __device__ inline void attend(const Batch& batch, const u16* q, const i64* posit
         sum += p;
       }
       for (int step = kRowShare / 2; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
-      if (part == 0) {
-        const float shrink = highest == -infinity() ? 1.0f : expf(before - highest);
-        s.shrink[row] = shrink;
-        s.total[row] = s.total[row] * shrink + sum;
-        s.maximum[row] = highest;
-      }
+      const float shrink = highest == -infinity() ? 1.0f : expf(largest - highest);
+      if (part == 0) s.shrink[row] = shrink;
+      total = total * shrink + sum;
+      largest = highest;
     }
-    __syncthreads();                          // p and shrink are there; the keys' places are no longer read
-    const i64 next = tile + kStages * kKeys;  // into this tile's room
-    if (next < stop && threadIdx.x < kKeys) place(next, stage, threadIdx.x);
+    __syncthreads();  // p and shrink are there
 
-      // ---- Sums: a warp has every 16th pair of output columns
+    // ---- Sums: a warp has every 16th pair of output columns
 #pragma unroll
     for (int m = 0; m < 2; ++m) {
       const float upper = s.shrink[16 * m + lane / 4], lower = s.shrink[16 * m + lane / 4 + 8];
@@ -238,14 +258,18 @@ __device__ inline void attend(const Batch& batch, const u16* q, const i64* posit
         }
       }
     }
-    __syncthreads();  // the tile is no longer read; the next one's places are there
-    if (next < stop) load_keys(stage);
-    else copy_async_commit();  // an empty group: the wait counts groups
+    __syncthreads();  // the tile is no longer read
+    if (next < stop) fetch(next_at, stage);
+    stage ^= 1;
+    parity ^= stage == 0;
   }
-  copy_async_wait<0>();
 
   // ---- Store
-  __syncthreads();  // statistics are there where no tile was
+  if (softmax_part == 0) {
+    s.maximum[softmax_row] = largest;
+    s.total[softmax_row] = total;
+  }
+  __syncthreads();  // the statistics are there
   const i64 part_row = (r * splits + split) * kRows + first_row;
 #pragma unroll
   for (int n = 0; n < kPairsOfWarp; ++n) {

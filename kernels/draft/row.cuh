@@ -1,8 +1,9 @@
 // What the kernels of the draft step share: the batch, its rows and pages, rows of BF16, norms, rotary pairs.
 //
 // PDL: each kernel lets the next one start at its own start, before pdl_wait(). So the weights of a linear are under
-// way while the small kernels before it still wait for each other. pdl_wait() returns when the kernel before is
-// complete, and that one has waited for all before it; nothing but weights is read, and nothing written, before it.
+// way while the small kernels before it still wait for each other (all but `absorb`: see attention.cuh). pdl_wait()
+// returns when the kernel before is complete, and that one has waited for all before it; nothing but weights is read,
+// and nothing written, before it.
 #pragma once
 
 #include "common/reduce.cuh"
@@ -64,7 +65,8 @@ __device__ inline i64 row_offset(const Batch& batch, const Cache& cache, i64 r, 
   const u32 page_rows = cache.page_rows < (i64(1) << 31) ? u32(cache.page_rows) : u32(1) << 31;
   const u32 index = u32(position) / page_rows;
   if (index >= batch.page_table_width) return -1;
-  const i64 page = batch.page_table[r * batch.page_table_stride + index];
+  const auto* pages = reinterpret_cast<const u32*>(batch.page_table + r * batch.page_table_stride);
+  const i64 page = i32(load_relaxed_gpu(pages + index));
   if (page < 1 || page >= cache.pages) return -1;
   return page * cache.page_stride + i64(u32(position) % page_rows) * Model::kCacheWidth;
 }

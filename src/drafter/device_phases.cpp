@@ -425,7 +425,7 @@ std::int64_t step_kernel_smem(StepKernel kernel, const StepModel& m, int sm_coun
   if (kernel != StepKernel::kAttend && kernel != StepKernel::kAttendCausal) return 0;
   // AttendShared of kernels/draft/attention.cuh.
   return 2 * (kQueryRows + kStages * kKeys) * (m.cache_width() + 8) + 2 * kQueryRows * (kKeys + 8) +
-         4 * kScoreSlices * kQueryRows * (kKeys + 4) + 4 * 3 * kQueryRows + kStages * kKeys * (8 + 4);
+         4 * kScoreSlices * kQueryRows * (kKeys + 4) + 4 * 3 * kQueryRows + kStages * (8 + 4 * kKeys);
 }
 
 bool step_kernel_needed(StepKernel kernel, const StepModel& m, int sm_count, std::int64_t smem_per_block) {

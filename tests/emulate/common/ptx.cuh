@@ -124,32 +124,43 @@ inline u64 global_timer() { return emulate::clock_ns(); }
 inline void sleep_ns(u32) { emulate::give_way(); }
 inline void prefetch_l2(const void*) {}
 
-// A barrier of copies alone, of one phase. They arrive at the last moment: in the wait.
-struct Copies {
+// A barrier in shared memory. Its copies arrive at the last moment: in the wait.
+struct Barrier {
   struct Copy {
     std::uintptr_t to;
     const void* from;
     u32 bytes;
   };
-  u32 expected = 0;
+  u32 arrivals = 0, arrived = 0, phase = 0;
+  i64 expected = 0;
   std::vector<Copy> under_way;
 };
-inline std::map<std::uintptr_t, Copies> copies_of;  // by barrier
-inline void barrier_init(std::uintptr_t barrier, u32) { copies_of[barrier] = {}; }
+inline std::map<std::uintptr_t, Barrier> barriers;
+inline void barrier_init(std::uintptr_t barrier, u32 arrivals) { barriers[barrier] = {arrivals, 0, 0, 0, {}}; }
 inline void barrier_init_fence() {}
-inline void barrier_arrive_expect(std::uintptr_t barrier, u32 bytes) { copies_of.at(barrier).expected += bytes; }
-inline void bulk_load(std::uintptr_t to, const void* from, u32 bytes, std::uintptr_t barrier) {
-  copies_of.at(barrier).under_way.push_back({to, from, bytes});
+inline void fence_proxy_async() {}
+inline void barrier_arrive(std::uintptr_t barrier) { ++barriers.at(barrier).arrived; }
+inline void barrier_arrive_expect(std::uintptr_t barrier, u32 bytes) {
+  barriers.at(barrier).expected += bytes;
+  barrier_arrive(barrier);
 }
-inline bool barrier_try_wait(std::uintptr_t barrier, u32) {
+inline void bulk_load(std::uintptr_t to, const void* from, u32 bytes, std::uintptr_t barrier) {
+  barriers.at(barrier).under_way.push_back({to, from, bytes});
+}
+inline bool barrier_try_wait(std::uintptr_t barrier, u32 parity) {
   emulate::give_way();
-  Copies& copies = copies_of.at(barrier);
-  for (const auto& copy : copies.under_way) {
+  Barrier& b = barriers.at(barrier);
+  if (b.phase % 2 != parity) return true;
+  if (b.arrived != b.arrivals) return false;
+  for (const auto& copy : b.under_way) {
     std::memcpy(reinterpret_cast<void*>(copy.to), copy.from, copy.bytes);
-    copies.expected -= copy.bytes;
+    b.expected -= copy.bytes;
   }
-  copies.under_way.clear();
-  return copies.expected == 0;
+  b.under_way.clear();
+  if (b.expected != 0) return false;
+  b.arrived = 0;
+  ++b.phase;
+  return true;
 }
 
 // Copies by threads are there at once.
