@@ -34,7 +34,7 @@ test-vllm: configure vllm-setup
 demo: configure
 	cmake --build --preset $(PRESET) --parallel $(JOBS) --target twostep_cli --target example_kda_layer
 	$(BUILD)/bin/twostep synth --preset tiny --out demo/tiny
-	TWOSTEP_NVRTC=$(NVRTC) $(BUILD)/bin/twostep draft --checkpoint demo/tiny --requests 2 --draft-tokens 3
+	TWOSTEP_NVRTC=$(NVRTC) $(BUILD)/bin/twostep draft --checkpoint demo/tiny --requests 2 --draft-tokens 3 --device cpu
 	$(BUILD)/bin/example_kda_layer
 
 # What a bare GPU machine needs, in one small folder: build-device/stage/bin.
