@@ -44,8 +44,8 @@ device: setup
 	install -D --strip -t build-device/stage/bin build-device/bin/twostep build-device/bin/twostep_gpu_tests build-device/bin/twostep_multi_tests
 	scripts/check_needed.sh --static build-device/stage/bin/*
 
-# The package's source with all that it builds with, for a machine where nothing can be downloaded. There:
-# python3 -m pip install --no-index --find-links build-device/python/wheels build-device/python
+# The package's source with all that it builds with, for a machine where nothing can be downloaded; docs/python.md
+# says how it is installed there.
 python-device: setup
 	scripts/python_device.sh build-device/python
 
