@@ -34,7 +34,7 @@ test-vllm: configure vllm-setup
 demo: configure
 	cmake --build --preset $(PRESET) --parallel $(JOBS) --target twostep_cli --target example_kda_layer
 	$(BUILD)/bin/twostep synth --preset tiny --out demo/tiny
-	TWOSTEP_NVRTC=$(NVRTC) $(BUILD)/bin/twostep draft --checkpoint demo/tiny --requests 2 --draft-tokens 3
+	TWOSTEP_NVRTC=$(NVRTC) $(BUILD)/bin/twostep draft --checkpoint demo/tiny --requests 2 --draft-tokens 3 --device cpu
 	$(BUILD)/bin/example_kda_layer
 
 # What a bare GPU machine needs, in one small folder: build-device/stage/bin.
@@ -44,8 +44,8 @@ device: setup
 	install -D --strip -t build-device/stage/bin build-device/bin/twostep build-device/bin/twostep_gpu_tests build-device/bin/twostep_multi_tests
 	scripts/check_needed.sh --static build-device/stage/bin/*
 
-# The package's source with all that it builds with, for a machine where nothing can be downloaded. There:
-# python3 -m pip install --no-index --find-links build-device/python/wheels build-device/python
+# The package's source with all that it builds with, for a machine where nothing can be downloaded; docs/python.md
+# says how it is installed there.
 python-device: setup
 	scripts/python_device.sh build-device/python
 

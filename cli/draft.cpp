@@ -110,8 +110,8 @@ std::string share_text(std::int64_t bytes, double rate, double us) {
 void print(const Result& result, DraftLoop& loop, const DraftOptions& options) {
   const DraftLoopOptions& o = options.loop;
   fmt::print("{}, {} requests, {} draft tokens, context {}, temperature {}, {} verification, rank {} of {}, seed {}\n",
-             result.graphs ? options.device : "cpu", o.requests, o.draft_tokens, o.context, o.temperature,
-             options.method, o.shard.rank, o.shard.ranks, o.seed);
+             options.device, o.requests, o.draft_tokens, o.context, o.temperature, options.method, o.shard.rank,
+             o.shard.ranks, o.seed);
   for (int r = 0; r < std::min(o.requests, kShown); ++r) {
     const auto& tokens = loop.tokens(r);
     fmt::print("request {}: last draft [{}], emitted {}: .. {}\n", r, fmt::join(loop.drafts(r), " "), loop.emitted(r),
@@ -161,7 +161,7 @@ nlohmann::ordered_json to_json(const Result& result, DraftLoop& loop, const Draf
   const DraftLoopOptions& o = options.loop;
   nlohmann::ordered_json out = {{"origin", origin_json(machine)},
                                 {"machine", machine_json(machine)},
-                                {"device", result.graphs ? options.device : "cpu"},
+                                {"device", options.device},
                                 {"protocol", result.graphs ? "steps in a row, an event after each stage"
                                                            : "steps in a row, host clock between stages"},
                                 {"checkpoint", options.checkpoint},
@@ -201,7 +201,8 @@ int run_draft(DraftOptions options) {
   if (options.method != "block" && options.method != "standard")
     fail(StatusCode::kInvalidArgument, kPlace, "--method", options.method, "block, standard");
   options.loop.method = options.method == "block" ? VerifyMethod::kBlock : VerifyMethod::kStandard;
-  const std::optional<int> gpu = options.device == "auto" ? std::nullopt : parse_device(kPlace, options.device);
+  options.device = resolve_device(options.device);
+  const std::optional<int> gpu = parse_device(kPlace, options.device);
   // Then all is greedy, the toy target and the judgement too.
   if (options.loop.temperature >= 0 && is_greedy(options.loop.temperature)) options.loop.temperature = 0;
   JsonFile json(options.json, kPlace);
@@ -257,7 +258,7 @@ void add_draft(CLI::App& app, int& exit_code) {
   command->add_option("--tp", loop.shard.ranks, "tensor-parallel size")->capture_default_str();
   command->add_option("--rank", loop.shard.rank, "act as this rank: partial results, for timing")
       ->capture_default_str();
-  command->add_option("--device", options->device, "auto (the CPU), cpu, cuda:0, ..")->capture_default_str();
+  command->add_option("--device", options->device, "auto, cpu, cuda:0, ..")->capture_default_str();
   command->add_option("--seed", options->seed_text, "of prompts, features and draws")->capture_default_str();
   command->add_flag("--check-finite", options->check_finite, "refuse weights that are NaN or infinite, by name");
   command->add_option("--json", options->json, "file for the result");

@@ -18,10 +18,9 @@ void refuse(const char* name, const std::string& value, const char* accepted) {
   log_warn(std::string(name) + "=" + value + " is ignored; accepted: " + accepted);
 }
 
-bool flag_of(const char* name, bool otherwise = true) {
+bool flag_of(const char* name) {
   const std::string value = text_of(name);
-  if (value.empty()) return otherwise;
-  if (value == "1") return true;
+  if (value.empty() || value == "1") return true;
   if (value != "0") refuse(name, value, "0, 1");
   return value != "0";
 }
@@ -60,7 +59,6 @@ Environment read() {
   env.cache = flag_of("TWOSTEP_CACHE");
   env.jit = flag_of("TWOSTEP_JIT");
   env.warp = flag_of("TWOSTEP_WARP");
-  env.drafter_gpu = flag_of("TWOSTEP_DRAFTER_GPU", false);
   env.nvrtc = text_of("TWOSTEP_NVRTC");
   env.cublaslt = text_of("TWOSTEP_CUBLASLT");
   env.nccl = text_of("TWOSTEP_NCCL");
@@ -68,8 +66,8 @@ Environment read() {
   env.threads = count_of("TWOSTEP_THREADS");
   env.peer_limit_s = seconds_of("TWOSTEP_PEER_LIMIT_S", env.peer_limit_s);
   for (const char* name :
-       {"TWOSTEP_CACHE_DIR", "TWOSTEP_CACHE", "TWOSTEP_JIT", "TWOSTEP_WARP", "TWOSTEP_DRAFTER_GPU", "TWOSTEP_NVRTC",
-        "TWOSTEP_CUBLASLT", "TWOSTEP_NCCL", "TWOSTEP_LOG", "TWOSTEP_THREADS", "TWOSTEP_PEER_LIMIT_S"})
+       {"TWOSTEP_CACHE_DIR", "TWOSTEP_CACHE", "TWOSTEP_JIT", "TWOSTEP_WARP", "TWOSTEP_NVRTC", "TWOSTEP_CUBLASLT",
+        "TWOSTEP_NCCL", "TWOSTEP_LOG", "TWOSTEP_THREADS", "TWOSTEP_PEER_LIMIT_S"})
     if (const char* value = std::getenv(name)) env.set.emplace_back(name, value);
   return env;
 }

@@ -12,7 +12,6 @@ struct Environment {
   bool cache = true;         // TWOSTEP_CACHE=0: no disk cache
   bool jit = true;           // TWOSTEP_JIT=0: never compile, only kernels found in the caches
   bool warp = true;          // TWOSTEP_WARP=0: cuBLAS only
-  bool drafter_gpu = false;  // TWOSTEP_DRAFTER_GPU=1: DsparkDrafter on a GPU, whose kernels no GPU has run yet
   std::string nvrtc;         // TWOSTEP_NVRTC: path of libnvrtc.so; "" searches the usual names
   std::string cublaslt;      // TWOSTEP_CUBLASLT: path of libcublasLt.so
   std::string nccl;          // TWOSTEP_NCCL: path of libnccl.so.2

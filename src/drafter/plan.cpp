@@ -8,7 +8,6 @@
 #include <future>
 
 #include "core/check.h"
-#include "core/env.h"
 #include "cuda/launch.h"
 #include "cuda/memory.h"
 #include "jit/kernel_cache.h"
@@ -114,10 +113,6 @@ std::vector<CompileRequest> step_kernel_requests(const StepKernelModel& model, i
 
 std::unique_ptr<StepPhases> make_cuda_phases(Device device) {
   throw_if_error(driver_status());
-  if (!environment().drafter_gpu)
-    fail(StatusCode::kUnsupported, "drafter.prepare", "device", to_string(device), "cpu",
-         "its GPU kernels agree with the CPU in an emulator and have run on no GPU yet; TWOSTEP_DRAFTER_GPU=1 runs "
-         "them");
   return make_device_phases(std::make_unique<CudaLauncher>(device));
 }
 

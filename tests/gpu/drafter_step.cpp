@@ -1,6 +1,5 @@
 // The draft step on a GPU: against the CPU backend, from a captured graph, beside any neighbours (drafter 13.2, 14).
 // What must hold between two backends is in tests/drafter, and holds in the emulator too.
-#include <cstdlib>
 #include <string>
 #include <vector>
 
@@ -17,9 +16,6 @@ using step_test::Outcome;
 using step_test::Pair;
 using step_test::Side;
 using test::allocations;
-
-// Before main, which reads the environment.
-[[maybe_unused]] const bool kGateIsOpen = ::setenv("TWOSTEP_DRAFTER_GPU", "1", 1) == 0;
 
 class GpuSpace final : public step_test::Space {
  public:

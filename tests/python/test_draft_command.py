@@ -26,7 +26,8 @@ def checkpoint(tmp_path_factory):
 def draft(checkpoint):
     def draft(*arguments, folder=checkpoint):
         steps = [] if "--steps" in arguments else ["--steps", 4]
-        return run("draft", "--checkpoint", folder, "--draft-tokens", 3, *steps, *arguments)
+        device = [] if "--device" in arguments else ["--device", "cpu"]
+        return run("draft", "--checkpoint", folder, "--draft-tokens", 3, *steps, *device, *arguments)
 
     return draft
 
@@ -35,6 +36,13 @@ def test_a_sound_run_tells_the_status_of_every_request(draft, tmp_path):
     done = draft("--requests", 2, "--json", tmp_path / "out.json")
     assert done.returncode == 0 and "status 0, fine: every request" in done.stdout
     assert json.loads((tmp_path / "out.json").read_text())["status"] == [0, 0]
+
+
+def test_auto_is_the_cpu_where_no_gpu_is_seen(checkpoint, tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    done = run("draft", "--checkpoint", checkpoint, "--draft-tokens", 3, "--steps", 4, "--json", tmp_path / "out.json")
+    assert done.returncode == 0 and done.stdout.startswith("cpu, ")
+    assert json.loads((tmp_path / "out.json").read_text())["device"] == "cpu"
 
 
 def test_nan_in_a_checkpoint_is_a_status_or_refused_by_name(checkpoint, draft, tmp_path):
