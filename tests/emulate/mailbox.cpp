@@ -66,8 +66,8 @@ class Group {
   explicit Group(std::uint64_t data) : data_(data) {
     config_.size = kRanks;
     config_.max_rows = 8;
-    config_.max_cols = 64;
-    config_.max_hidden = 256;
+    config_.max_cols = 512;     // batches of a thread that follow each other
+    config_.max_hidden = 1024;  // four pieces of a thread
     config_.max_words = 40;
     layout_ = region_layout(config_);
     for (int rank = 0; rank < kRanks; ++rank) {
@@ -176,7 +176,7 @@ class Group {
   }
   static const float* gamma() {
     static const std::vector<float> values = [] {
-      std::vector<float> v(256);
+      std::vector<float> v(1024);
       for (std::size_t i = 0; i < v.size(); ++i) v[i] = 0.5f + static_cast<float>(i % 7);
       return v;
     }();
@@ -242,8 +242,8 @@ Call drawn_call(std::mt19937_64& random, bool gathers_only = false) {
   const auto grid = static_cast<unsigned>(one_of(1, 3));
   switch (gathers_only ? 0 : random() % 4) {
     case 2: return {MailboxOp::kAllGatherWords, 1, one_of(1, 40), grid};
-    case 3: return {MailboxOp::kAllReduceAddNorm, one_of(0, 8), 8 * one_of(1, 32), grid};
-    default: return {MailboxOp::kAllGather, one_of(0, 8), 8 * one_of(1, 8), grid};
+    case 3: return {MailboxOp::kAllReduceAddNorm, one_of(0, 8), 8 * one_of(1, 128), grid};
+    default: return {MailboxOp::kAllGather, one_of(0, 8), 8 * one_of(1, random() % 4 == 0 ? 64 : 8), grid};
   }
 }
 
@@ -325,12 +325,16 @@ TEST(EmulatedMailbox, a_broken_rule_is_found_out) {
   EXPECT_FALSE(is_found_out<g::Protocol>());  // not by the limit of these tests
 }
 
+struct LaunchesEarly : g::Protocol {  // no rule is broken
+  static constexpr bool kLaunchesEarly = true;
+};
 TEST(EmulatedMailbox, calls_behind_programmatic_edges_wait_for_what_is_before_them) {
   SCOPED_TRACE(testing::Message() << "inputs " << fresh());
   constexpr std::uint64_t kNoLimit = std::uint64_t{1} << 60, kShort = 30'000'000;
   for (std::uint64_t i = 0; i < 8; ++i) {
     EXPECT_EQ((wrong_words<Rules<2>>(fresh() + i, 40, false, 0, kNoLimit, true)), 0) << i;
     EXPECT_EQ((wrong_words<Rules<4>>(fresh() + i, 16, false, 0, kNoLimit, true)), 0) << i;
+    EXPECT_EQ((wrong_words<Rules<2, LaunchesEarly>>(fresh() + i, 40, false, 0, kNoLimit, true)), 0) << i;
   }
   emulate::pdl_wait_is_skipped = true;
   EXPECT_NE((wrong_words<Rules<2>>(fresh(), 40, false, 0, kShort, true)), 0);

@@ -115,6 +115,7 @@ inline u32 atomic_add_acq_rel_gpu(u32* to, u32 v) {
   *to += v;
   return before;
 }
+inline u32 atomic_add_relaxed_gpu(u32* to, u32 v) { return atomic_add_acq_rel_gpu(to, v); }
 inline u32 atomic_cas_relaxed_gpu(u32* to, u32 expected, u32 v) {
   const u32 before = *to;
   if (before == expected) *to = v;
