@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""The performance tables of README.md, from tactics/h200.json and the newest bench/results/h200/*-kda.jsonl.
+"""The performance tables of README.md, from tactics/h200.json and the newest *-kda.jsonl and *-draft.jsonl of
+bench/results/h200.
 
 With --check: exit 1 unless README.md holds them."""
 
@@ -54,17 +55,17 @@ def gemm_table():
 KDA_REQUESTS = (1, 8, 32, 128)
 
 
-def kda_rows():
+def newest_rows(kind):
     """Of the newest file, and its path."""
     files = {}
-    for path in (ROOT / "bench/results/h200").glob("*-kda.jsonl"):
+    for path in (ROOT / "bench/results/h200").glob(f"*-{kind}.jsonl"):
         rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
         files[max(row["origin"]["date"] for row in rows)] = (rows, path.relative_to(ROOT))
     return files[max(files)]
 
 
 def kda_table():
-    rows, path = kda_rows()
+    rows, path = newest_rows("kda")
     rows = [r for r in rows if r["case"].get("state_mode", "slots") == "slots"]
     by_key = {(r["case"]["tokens"], r["case"]["heads"], r["case"]["requests"]): r for r in rows}
     machine = rows[0]["machine"]
@@ -85,10 +86,29 @@ def kda_table():
     return "\n".join(lines)
 
 
+def draft_table():
+    rows, path = newest_rows("draft")
+    machine = rows[0]["machine"]
+    lines = [
+        f"{machine['device']}, driver {machine['driver']}; one GPU as one rank, one captured graph, cold L2; microseconds. The "
+        "limit is a graph of kernels that only read the same bytes with the same edges, in the same run; weights, W2 and cache "
+        f"rows are counted ([rows]({path})).", "",
+        "| step | requests | context | MB | block pass and sampling | limit | ratio | ingest, 8 rows a request | its ratio |",
+        "| --- " * 9 + "|"]
+    for r in rows:
+        case, ingest = r["case"], r["ingest"]
+        time, limit = r["time"]["median_us"], r["limit"]["median_us"]
+        of_ingest = ingest["time"]["median_us"]
+        lines.append(f"| {case['model']}, rank {case['rank']} of {case['tp']}, {case['draft_tokens']} drafts | {case['requests']} "
+                     f"| {case['context']} | {r['bytes'] / 1e6:.0f} | {time:.0f} | {limit:.0f} | {time / limit:.2f} "
+                     f"| {of_ingest:.1f} | {of_ingest / ingest['limit']['median_us']:.2f} |")
+    return "\n".join(lines)
+
+
 def main():
     readme = ROOT / "README.md"
     text = current = readme.read_text(encoding="utf-8")
-    for name, table in (("gemm", gemm_table), ("kda", kda_table)):
+    for name, table in (("gemm", gemm_table), ("kda", kda_table), ("draft", draft_table)):
         begin = BEGIN.format(name)
         head, rest = current.split(begin)
         current = f"{head}{begin}\n{table()}\n{END}{rest.split(END, 1)[1]}"

@@ -20,7 +20,7 @@ namespace {
 
 constexpr const char* kPlace = "mailbox.create";
 // Enough for the link: 32 to 64 CTAs push as fast as more do, and the rest of the GPU stays free.
-constexpr int kChosenCtas = 64;
+constexpr int kChosenCtas = 128;
 constexpr int kVirtualCtas = 32;
 constexpr std::int64_t kTestWidth = 64;
 
