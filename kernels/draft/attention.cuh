@@ -10,9 +10,6 @@
 // finite of one that some rows see alone (behind their own position, or as the window moves on) becomes zero: it then
 // scores NaN for those who see it, and nothing for the others. The rows of a tile come by bulk copies, kStages tiles
 // under way at once; each has a thread that looks up its page a tile ahead.
-//
-// PDL: keys are on their way before pdl_wait(), past L1. `absorb`, the kernel before, starts this one only after its
-// own wait; what wrote positions, page table and cache is complete by then. q is read after pdl_wait().
 #pragma once
 
 #include "draft/row.cuh"
@@ -73,11 +70,21 @@ __device__ inline void attend(const Batch& batch, const u16* q, const i64* posit
     barrier_init_fence();
   }
   pdl_launch();
+  pdl_wait();
 
-  // ---- This CTA's keys, before pdl_wait()
-  const auto complete = [](const i64* from) { return i64(load_relaxed_gpu(reinterpret_cast<const u64*>(from))); };
-  const auto position_of = [&](int row) { return complete(position + r * Model::kK + row); };
-  const i64 keys_end = complete(end + r);
+  // ---- Load q
+  constexpr int kPieces = Model::kCacheWidth / 8;
+  const u16* q_rows = q + (r * kRows + first_row) * Model::kCacheWidth;
+  for (int i = threadIdx.x; i < kQueryRows * kPieces; i += kAttendThreads) {
+    const int row = i / kPieces, piece = i % kPieces;
+    const bool is = first_row + row < kRows;
+    copy_async(smem_address(&s.q[row][8 * piece]), is ? q_rows + 8 * i : q, is);
+  }
+  copy_async_commit();
+
+  // ---- This CTA's keys
+  const auto position_of = [&](int row) { return position[r * Model::kK + row]; };
+  const i64 keys_end = end[r];
   const i64 top = position_of(0);       // of the block's first row
   const auto window_of = [&](i64 at) {  // the first key that a row at this position sees
     const i64 first = (at < Model::kMaxLen ? at : i64(Model::kMaxLen - 1)) - window + 1;
@@ -91,7 +98,7 @@ __device__ inline void attend(const Batch& batch, const u16* q, const i64* posit
   i64 stop = begin + tiles_of_split * kKeys;
   if (stop > keys_end) stop = keys_end;
   // Thread `own_key` of the keys of a tile finds it and fetches it.
-  constexpr int kKeysOfWarp = kKeys / kWarps, kPieces = Model::kCacheWidth / 8;
+  constexpr int kKeysOfWarp = kKeys / kWarps;
   constexpr u32 kRowBytes = 2 * Model::kCacheWidth;
   const bool owner = lane < kKeysOfWarp;
   const int own_key = warp * kKeysOfWarp + lane;
@@ -122,16 +129,6 @@ __device__ inline void attend(const Batch& batch, const u16* q, const i64* posit
   const i64 own = first_row + softmax_row < kRows ? position_of((first_row + softmax_row) / Model::kHeads) : i64(-1);
   const i64 oldest = window_of(own);
   float largest = -infinity(), total = 0;  // of the row, in all threads that share it
-
-  // ---- Load q
-  pdl_wait();
-  const u16* q_rows = q + (r * kRows + first_row) * Model::kCacheWidth;
-  for (int i = threadIdx.x; i < kQueryRows * kPieces; i += kAttendThreads) {
-    const int row = i / kPieces, piece = i % kPieces;
-    const bool is = first_row + row < kRows;
-    copy_async(smem_address(&s.q[row][8 * piece]), is ? q_rows + 8 * i : q, is);
-  }
-  copy_async_commit();
   copy_async_wait<0>();
   __syncthreads();                        // q is there
   float acc[kPairsOfWarp][2][2][4] = {};  // [pair][tile of 16 rows][8 columns]

@@ -70,8 +70,7 @@ __device__ inline void add_norm(const u16* o, const float* norm, u16* residual, 
   store_normed(sum, weight, Model::kEps, out + at, parts);
 }
 
-// q = RMSNorm of the query's latent; the key's latent, normed and rotated, goes to the cache. PDL: the linear before
-// starts this kernel after its own wait; positions and page table are complete by then, and are read past L1.
+// q = RMSNorm of the query's latent; the key's latent, normed and rotated, goes to the cache.
 //   qkv [M, kQLora + kCacheWidth]   Grid (M, 2), block kRowThreads: y = 0 the query, 1 the key.
 template <class Model>
 __device__ inline void latents(const Batch& batch, const u16* qkv, const i64* position, const float* q_norm,
@@ -89,12 +88,13 @@ __device__ inline void latents(const Batch& batch, const u16* qkv, const i64* po
     return;
   }
   const NormWeight<Model::kKvLora, kRowThreads> weight(kv_norm);
-  const i64 s = i64(load_relaxed_gpu(reinterpret_cast<const u64*>(position + row)));
-  const i64 at = s < 0 || s >= Model::kMaxLen ? -1 : row_offset<Model>(batch, cache, row / Model::kK, s);
   pdl_wait();
-  if (at < 0) return;
   Row<Model::kKvLora, kRowThreads> latent;
   latent.load(from + Model::kQLora);
+  const i64 s = position[row];
+  if (s < 0 || s >= Model::kMaxLen) return;
+  const i64 at = row_offset<Model>(batch, cache, row / Model::kK, s);
+  if (at < 0) return;
   store_latent<Model, kRowThreads>(latent, weight, from + Model::kQLora + Model::kKvLora, frequency, s, cache.data + at,
                                    parts);
 }
@@ -138,10 +138,10 @@ __device__ inline void absorb(const u16* q, const u16* kv_b, const i64* position
   const u16* q_rows = q + (first * Model::kHeads + head) * Model::kHeadWidth;
   u16* out_rows = out + (first * Model::kHeads + head) * Model::kCacheWidth;
   constexpr i64 kQStride = i64(Model::kHeads) * Model::kHeadWidth, kOutStride = i64(Model::kHeads) * Model::kCacheWidth;
+  pdl_launch();
 
   if (column >= Model::kKvLora) {  // ---- The rotary parts
     pdl_wait();
-    pdl_launch();
     for (int i = threadIdx.x; i < count * (Model::kRope / 2); i += kHalfThreads) {
       const int row = i / (Model::kRope / 2);
       i64 s = position[first + row];
@@ -157,7 +157,6 @@ __device__ inline void absorb(const u16* q, const u16* kv_b, const i64* position
       shared_w, kv_b + i64(head) * (Model::kNope + Model::kV) * Model::kKvLora + column, Model::kKvLora,
       [column](int d, int c) { return d < Model::kNope && column + c < Model::kKvLora; });
   pdl_wait();
-  pdl_launch();  // not earlier: `attend` reads before its wait what is complete now
   copy_rows_async<kBlockRows, kDepth>(shared_q, q_rows, kQStride,
                                       [count](int row, int d) { return row < count && d < Model::kNope; });
   copy_async_commit();

@@ -1,9 +1,8 @@
 // What the kernels of the draft step share: the batch, its rows and pages, rows of BF16, norms, rotary pairs.
 //
 // PDL: each kernel lets the next one start at its own start, before pdl_wait(). So the weights of a linear are under
-// way while the small kernels before it still wait for each other (all but `absorb`: see attention.cuh). pdl_wait()
-// returns when the kernel before is complete, and that one has waited for all before it; nothing but weights is read,
-// and nothing written, before it.
+// way while the small kernels before it still wait for each other. pdl_wait() returns when the kernel before is
+// complete, and that one has waited for all before it; nothing but weights is read, and nothing written, before it.
 #pragma once
 
 #include "common/reduce.cuh"
@@ -58,17 +57,14 @@ __device__ inline Rows rows_of(const Batch& batch, i64 r) {
   return {first, rows - rejected, true};
 }
 
-// Where a cache keeps a position of request r, from 0 to 2^31 - 1, in elements; -1: nowhere. Page 0 is nobody's.
+// Where a cache keeps a position of request r, in elements; -1: nowhere. Page 0 is nobody's.
 template <class Model>
 __device__ inline i64 row_offset(const Batch& batch, const Cache& cache, i64 r, i64 position) {
-  // Divided by 32 bits, a quarter of the instructions: in a page of 2^31 rows all positions are on the first.
-  const u32 page_rows = cache.page_rows < (i64(1) << 31) ? u32(cache.page_rows) : u32(1) << 31;
-  const u32 index = u32(position) / page_rows;
+  const i64 index = position / cache.page_rows;
   if (index >= batch.page_table_width) return -1;
-  const auto* pages = reinterpret_cast<const u32*>(batch.page_table + r * batch.page_table_stride);
-  const i64 page = i32(load_relaxed_gpu(pages + index));
+  const i64 page = batch.page_table[r * batch.page_table_stride + index];
   if (page < 1 || page >= cache.pages) return -1;
-  return page * cache.page_stride + i64(u32(position) % page_rows) * Model::kCacheWidth;
+  return page * cache.page_stride + position % cache.page_rows * Model::kCacheWidth;
 }
 
 // sum + a . b of eight BF16 each.

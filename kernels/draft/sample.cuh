@@ -266,8 +266,8 @@ __device__ inline void picks(const Batch& batch, const Sampling& s, void* memory
   __syncthreads();  // the barrier is there
   for (int row = threadIdx.x; row < shard.rows; row += kSampleThreads)
     bulk_load(smem_address(kept) + row * kPitchBytes, shard.w2 + i64(row) * Model::kMarkovRank, kRowBytes, arrived);
+  pdl_launch();
   pdl_wait();
-  pdl_launch();  // not earlier: see finish
 
   shard.w2 = kept;
   shard.pitch = kPitchBytes / 2;
@@ -290,8 +290,7 @@ __device__ inline void pick(const Batch& batch, const Sampling& s, int i) {
     draft<Model, 1>(batch, s, shard, i, group, shared);
 }
 
-// After the last draft: its token, and the confidence of all of them. One pass over the weights, beside the picks:
-// these start `finish` after their own wait, when hidden is complete, which is read past L1 before pdl_wait().
+// After the last draft: its token, and the confidence of all of them. One pass over the weights.
 //   weight [kHidden (+ kMarkovRank)], then the bias; null: no head.   confidence, survival [R, kK]
 // Grid R, block kSampleThreads.
 template <class Model>
@@ -300,28 +299,25 @@ __device__ inline void finish(const Batch& batch, const Sampling& s, int ctas, c
   __shared__ float parts[Model::kK][kSampleWarps], of_draft[Model::kK];
   const i64 r = blockIdx.x;
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-  pdl_launch();
-  float sums[Model::kK] = {};
-  if (weight != nullptr) {
-#pragma unroll 2
-    for (int c = 4 * threadIdx.x; c < Model::kHidden; c += 4 * kSampleThreads) {
-      const float4 w = *reinterpret_cast<const float4*>(weight + c);
-#pragma unroll
-      for (int i = 0; i < Model::kK; ++i) {
-        const u64 four =
-            load_relaxed_gpu(reinterpret_cast<const u64*>(hidden + (r * Model::kK + i) * Model::kHidden + c));
-        const u32 low = u32(four), high = u32(four >> 32);
-        sums[i] += w.x * low_bf16(low) + w.y * high_bf16(low) + w.z * low_bf16(high) + w.w * high_bf16(high);
-      }
-    }
-  }
   pdl_wait();
+  pdl_launch();
   for (int i = warp; i < Model::kK; i += kSampleWarps) {
     if (i == Model::kK - 1) token_before<Model>(s, batch.requests, r, Model::kK, ctas, lane, true);
     u64* words = bests_of(s, batch.requests, r, i, ctas);
     for (int cta = lane; cta < ctas; cta += kWarp) words[cta] = kNoneYet;
   }
   if (weight == nullptr) return;
+
+  float sums[Model::kK] = {};
+#pragma unroll 2
+  for (int c = 4 * threadIdx.x; c < Model::kHidden; c += 4 * kSampleThreads) {
+    const float4 w = *reinterpret_cast<const float4*>(weight + c);
+#pragma unroll
+    for (int i = 0; i < Model::kK; ++i) {
+      const uint2 four = *reinterpret_cast<const uint2*>(hidden + (r * Model::kK + i) * Model::kHidden + c);
+      sums[i] += w.x * low_bf16(four.x) + w.y * high_bf16(four.x) + w.z * low_bf16(four.y) + w.w * high_bf16(four.y);
+    }
+  }
   if (Model::kConfidenceWithMarkov) {
     i32 before[Model::kK];  // older than the last token, which this launch finds
 #pragma unroll
