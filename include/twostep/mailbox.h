@@ -64,7 +64,7 @@ struct MailboxConfig {
   std::int64_t max_words = 4096;
   double peer_limit_s = 0;  // how long a rank waits for another; 0: TWOSTEP_PEER_LIMIT_S, else 60
   PeerTransport transport = PeerTransport::kAuto;
-  int max_ctas = 0;           // of a call; 0: chosen. Several mailboxes at once on one GPU must fit together
+  int max_ctas = 0;  // of a call; 0: up to 128, nearly the whole GPU. Mailboxes at once on one GPU must fit together
   bool strict_fence = false;  // a system fence per CTA, where kernel boundaries suffice
 };
 

@@ -215,12 +215,7 @@ __device__ inline u64 load_relaxed_gpu(const u64* from) {
 __device__ inline void store_relaxed_gpu(u64* to, u64 v) {
   asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(to), "l"(v) : "memory");
 }
-// All return the value before. The first acquires and releases at the scope of this GPU.
-__device__ inline u32 atomic_add_acq_rel_gpu(u32* to, u32 v) {
-  u32 before;
-  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(to), "r"(v) : "memory");
-  return before;
-}
+// Both return the value before.
 __device__ inline u32 atomic_add_relaxed_gpu(u32* to, u32 v) {
   u32 before;
   asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(to), "r"(v) : "memory");

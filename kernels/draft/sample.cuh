@@ -284,8 +284,8 @@ __device__ inline void pick(const Batch& batch, const Sampling& s, int i) {
   const Shard shard = shard_of<Model>(s);
   const i64 elements = i64(shard.rows < kChunkRows ? shard.rows : kChunkRows) * Model::kMarkovRank;
   for (i64 at = 64 * threadIdx.x; at < elements; at += 64 * kSampleThreads) prefetch_l2(shard.w2 + at);
-  pdl_wait();
   pdl_launch();
+  pdl_wait();
   for (i64 group = 0; group < batch.requests; group += kSampleRequests)
     draft<Model, 1>(batch, s, shard, i, group, shared);
 }
@@ -299,8 +299,8 @@ __device__ inline void finish(const Batch& batch, const Sampling& s, int ctas, c
   __shared__ float parts[Model::kK][kSampleWarps], of_draft[Model::kK];
   const i64 r = blockIdx.x;
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-  pdl_wait();
   pdl_launch();
+  pdl_wait();
   for (int i = warp; i < Model::kK; i += kSampleWarps) {
     if (i == Model::kK - 1) token_before<Model>(s, batch.requests, r, Model::kK, ctas, lane, true);
     u64* words = bests_of(s, batch.requests, r, i, ctas);

@@ -24,9 +24,10 @@ class CudaLauncher final : public StepLauncher {
     stream_.emplace();  // the default stream may take part in another thread's capture
   }
   ~CudaLauncher() override {
-    const ContextGuard context(context_);
-    memory_.clear();
-    stream_.reset();
+    quietly(context_, [&] {
+      memory_.clear();
+      stream_.reset();
+    });
   }
 
   int sm_count() const override { return facts_.sm_count; }

@@ -174,13 +174,9 @@ CudaPlan::CudaPlan(const TensorView& view, const Options& options, std::shared_p
 
 // cuBLAS leaves its context current when its handle ends: the caller's is put back.
 CudaPlan::~CudaPlan() {
-  try {
-    const ContextGuard context(context_);
-    const RelaxedCapture relaxed;
+  quietly(context_, [&] {
     for (auto& cublas : cublas_) cublas.reset();
-  } catch (const Error& error) {
-    log_warn(error.what());
-  }
+  });
 }
 
 CublasGemm* CudaPlan::cublas_for(const Weight& weight) {

@@ -19,7 +19,8 @@ namespace twostep {
 namespace {
 
 constexpr const char* kPlace = "mailbox.create";
-// Enough for the link: 32 to 64 CTAs push as fast as more do, and the rest of the GPU stays free.
+// 64 do for calls of up to 8 rows of a vocabulary; with 128 those of 16 to 64 rows take 6 to 8 % less
+// (docs/mailbox.md).
 constexpr int kChosenCtas = 128;
 constexpr int kVirtualCtas = 32;
 constexpr std::int64_t kTestWidth = 64;

@@ -175,8 +175,9 @@ class KdaTuneBench final : public TuneBench {
   bool benched(const KdaTask& task) const { return bench_ && shared_of(task) == benched_; }
   KdaBench& bench_of(const KdaTask& task) {
     if (!benched(task)) {
-      const Judge judge = judge_ahead(task).get();
-      judges_.erase(shared_of(task));
+      const std::shared_future<Judge> made = judge_ahead(task);
+      judges_.erase(shared_of(task));  // one that failed is made anew at the next request
+      const Judge judge = made.get();
       bench_.reset();  // its memory is needed for the next
       bench_.emplace(device_, bench_options(task), requests_, 0, judge);
       benched_ = shared_of(task);

@@ -109,13 +109,12 @@ inline void store_relaxed_gpu(u64* to, u64 v) {
   meanwhile();
   *to = v;
 }
-inline u32 atomic_add_acq_rel_gpu(u32* to, u32 v) {
+inline u32 atomic_add_relaxed_gpu(u32* to, u32 v) {
   meanwhile();
   const u32 before = *to;
   *to += v;
   return before;
 }
-inline u32 atomic_add_relaxed_gpu(u32* to, u32 v) { return atomic_add_acq_rel_gpu(to, v); }
 inline u32 atomic_cas_relaxed_gpu(u32* to, u32 expected, u32 v) {
   const u32 before = *to;
   if (before == expected) *to = v;
