@@ -496,13 +496,18 @@ __device__ inline void all_reduce_add_norm(const Ring& ring, const AddNorm& a, S
   const auto vector_of = [](const u16* base, i64 stride, u32 row, u32 piece) {
     return *reinterpret_cast<const uint4*>(base + row * stride + piece * 8);
   };
+  const auto residual_of = [&](u32 row, u32 piece) {
+    return a.residual ? vector_of(a.residual, a.residual_stride, row, piece) : make_uint4(0, 0, 0, 0);
+  };
+  constexpr bool kEarly =
+      Rules::kRanks <= 4;  // the vectors of more ranks leave no registers for what is not needed yet
   const auto own_row = [&](OwnRow& own, u32 row) {
 #pragma unroll
     for (int p = 0; p < kMostPieces; ++p) {
       const u32 piece = p * Rules::kThreads + threadIdx.x;
       if (piece >= row_vectors || row >= a.rows) continue;
       own.in[p] = vector_of(a.in, a.in_stride, row, piece);
-      own.residual[p] = a.residual ? vector_of(a.residual, a.residual_stride, row, piece) : make_uint4(0, 0, 0, 0);
+      if (kEarly) own.residual[p] = residual_of(row, piece);
     }
   };
   pdl_wait();
@@ -523,7 +528,7 @@ __device__ inline void all_reduce_add_norm(const Ring& ring, const AddNorm& a, S
       push<Rules>(ring, round, row * row_vectors + piece, filled(vector_of(a.in, a.in_stride, row, piece), kNanPair));
   count_in<Rules>(ring, round);
   // BF16 in vectors is what models have; the rest is loaded where it is used.
-  const bool gamma_early = a.gamma != nullptr && a.gamma_f32 == 0 && reinterpret_cast<u64>(a.gamma) % 16 == 0;
+  const bool gamma_early = kEarly && a.gamma != nullptr && a.gamma_f32 == 0 && reinterpret_cast<u64>(a.gamma) % 16 == 0;
   uint4 gamma[kMostPieces];
 #pragma unroll
   for (int p = 0; p < kMostPieces; ++p) {
@@ -532,7 +537,7 @@ __device__ inline void all_reduce_add_norm(const Ring& ring, const AddNorm& a, S
   }
   rearm<Rules>(ring, round, blockIdx.x * Rules::kThreads + threadIdx.x);
 
-  constexpr int kTogether = Rules::kRanks <= 2 ? kMostPieces : Rules::kRanks <= 4 ? 2 : 1;  // pieces polled at once
+  constexpr int kTogether = Rules::kRanks <= 4 ? 2 : 1;  // pieces polled at once: a row of 7168 has two per thread
   const int pieces = int((row_vectors + Rules::kThreads - 1 - threadIdx.x) / Rules::kThreads);
   const auto arrives_at = [&](int source, u32 row, int piece) -> const uint4* {
     return segment<Rules>(ring, ring.rank, round.stage, source) + row * row_vectors + piece * Rules::kThreads +
@@ -564,7 +569,7 @@ __device__ inline void all_reduce_add_norm(const Ring& ring, const AddNorm& a, S
       for (int i = 0; i < kTogether; ++i) {
         const int p = first + i;
         if (p >= pieces || !waiting) continue;
-        const uint4 residual = own.residual[p];
+        const uint4 residual = kEarly ? own.residual[p] : residual_of(row, p * Rules::kThreads + threadIdx.x);
         const auto sum = [&](u32 uint4::*word, u32 before) {
           float l = low_bf16(x[0][i].*word), h = high_bf16(x[0][i].*word);
 #pragma unroll
