@@ -9,6 +9,10 @@ constexpr int kWarp = 32;
 
 __device__ inline float low_bf16(u32 two) { return __uint_as_float(two << 16); }
 __device__ inline float high_bf16(u32 two) { return __uint_as_float(two & 0xffff0000u); }
+// Each sum has one rounding.
+__device__ inline u32 add_bf16(u32 a, u32 b) {
+  return pack_bf16(low_bf16(a) + low_bf16(b), high_bf16(a) + high_bf16(b));
+}
 
 template <class T>
 __device__ inline T warp_sum(T v) {

@@ -72,7 +72,7 @@ __device__ inline void add_norm(const AddNorm& a, float* parts) {
       const uint4 x = vector(a.in, a.in_stride, row, v);
       const uint4 residual = a.residual ? vector(a.residual, a.residual_stride, row, v) : make_uint4(0, 0, 0, 0);
       const auto sum = [&](u32 in, u32 before) {
-        const u32 s = pack_bf16(low_bf16(in) + low_bf16(before), high_bf16(in) + high_bf16(before));
+        const u32 s = add_bf16(in, before);
         squares += low_bf16(s) * low_bf16(s);
         squares += high_bf16(s) * high_bf16(s);
         return s;

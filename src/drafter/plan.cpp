@@ -15,8 +15,6 @@
 namespace twostep {
 namespace {
 
-constexpr bool kCooperativeMayBeProgrammatic = true;  // in one launch: asked in tests/gpu/cuda_driver.cpp
-
 class CudaLauncher final : public StepLauncher {
  public:
   explicit CudaLauncher(Device device) : context_(primary_context(device.index)), facts_(device_facts(device.index)) {
@@ -84,8 +82,7 @@ class CudaLauncher final : public StepLauncher {
     what.block = step_kernel_threads(kernel);
     what.smem_bytes = smem_[index];
     what.cooperative = step_kernel_cooperative(kernel);
-    what.programmatic = (kCooperativeMayBeProgrammatic || !what.cooperative) &&
-                        PdlChain::follows_own_kernel(context_, stream, capturing, false);
+    what.programmatic = PdlChain::follows_own_kernel(context_, stream, capturing, false);
     twostep::launch(what, stream, arguments);
     PdlChain::record(context_, stream, capturing);
   }

@@ -1,25 +1,11 @@
 """The set-up of a group between processes, without a GPU: what one rank finds wrong, all hear."""
 
-import multiprocessing
-import os
-import tempfile
 import time
 
 import pytest
 
 import twostep
-
-
-def _run(body, ranks, *arguments):
-    """body(rank, ranks, *arguments) in a process per rank; what each returned."""
-    context = multiprocessing.get_context("spawn")
-    with context.Pool(ranks) as pool:
-        pending = [pool.apply_async(body, (rank, ranks, *arguments)) for rank in range(ranks)]
-        return [result.get(timeout=300) for result in pending]
-
-
-def _path():
-    return os.path.join(tempfile.mkdtemp(), "group")
+from ranks import fresh_path, run
 
 
 def _exchange(rank, ranks, path):
@@ -32,13 +18,13 @@ def _exchange(rank, ranks, path):
 
 
 def test_every_rank_gets_all_bytes():
-    assert _run(_exchange, 3, _path()) == [True] * 3
+    assert run(_exchange, 3, fresh_path()) == [True] * 3
 
 
 def test_a_rank_that_does_not_come_is_named(refuses):
     start = time.monotonic()
     with refuses("peer_lost") as refusal:
-        twostep.SocketBootstrap(_path(), 0, 2, limit_s=0.2)
+        twostep.SocketBootstrap(fresh_path(), 0, 2, limit_s=0.2)
     assert refusal.error.value.startswith("1,") and time.monotonic() - start < 10
 
 
@@ -66,12 +52,12 @@ def _refused(rank, ranks, path, in_python, change):
 
 @pytest.mark.parametrize("in_python", [False, True])
 def test_what_one_rank_finds_wrong_all_raise(in_python):
-    codes = _run(_refused, 2, _path(), in_python, {})
+    codes = run(_refused, 2, fresh_path(), in_python, {})
     assert codes[0] == codes[1] and codes[0][0] == "unavailable" and "rank 0: device = cpu" in codes[0][1]
 
 
 def test_a_bad_config_of_one_rank_is_told_to_the_others():
-    codes = _run(_refused, 2, _path(), False, dict(max_cols=12))
+    codes = run(_refused, 2, fresh_path(), False, dict(max_cols=12))
     assert codes[0] == codes[1]
     assert codes[0][0] == "unavailable"  # rank 0's own finding comes first
 
@@ -85,7 +71,7 @@ class _Broken:
 
 
 def test_arguments(refuses):
-    for arguments in [("", 0, 2), ("x" * 91, 0, 2), (_path(), 2, 2), (_path(), 0, 9), (_path(), 0, 1)]:
+    for arguments in [("", 0, 2), ("x" * 91, 0, 2), (fresh_path(), 2, 2), (fresh_path(), 0, 9), (fresh_path(), 0, 1)]:
         with refuses("invalid_argument"):
             twostep.SocketBootstrap(*arguments, limit_s=0.1)
     with refuses("invalid_argument") as refusal:
@@ -129,4 +115,4 @@ def _torch_group(rank, ranks, path):
 
 def test_a_torch_group_is_an_exchange():
     pytest.importorskip("torch")
-    assert _run(_torch_group, 2, _path()) == ["unavailable"] * 2
+    assert run(_torch_group, 2, fresh_path()) == ["unavailable"] * 2

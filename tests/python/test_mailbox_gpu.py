@@ -1,9 +1,5 @@
 """A process per rank and per GPU: the transports between processes, eager calls and graphs, a rank that is lost."""
 
-import multiprocessing
-import os
-import tempfile
-
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -11,21 +7,19 @@ if torch.cuda.device_count() < 2:
     pytest.skip(f"needs 2 GPUs, there are {torch.cuda.device_count()}", allow_module_level=True)
 
 import twostep  # noqa: E402
+from ranks import fresh_path, run  # noqa: E402
 
 RANKS, COLS = 2, 4096
 
 
-def run(body, *arguments):
-    """body(rank, bootstrap, *arguments) in a process per rank; what each returned."""
-    path = os.path.join(tempfile.mkdtemp(), "group")
-    with multiprocessing.get_context("spawn").Pool(RANKS) as pool:
-        pending = [pool.apply_async(_rank, (body, rank, path, *arguments)) for rank in range(RANKS)]
-        return [result.get(timeout=300) for result in pending]
+def on_gpus(body, *arguments):
+    """body(rank, bootstrap, *arguments) in a process per rank, on a GPU of its own; what each returned."""
+    return run(_on_gpu, RANKS, fresh_path(), body, *arguments)
 
 
-def _rank(body, rank, path, *arguments):
+def _on_gpu(rank, ranks, path, body, *arguments):
     torch.cuda.set_device(rank)
-    return body(rank, twostep.SocketBootstrap(path, rank, RANKS, limit_s=60), *arguments)
+    return body(rank, twostep.SocketBootstrap(path, rank, ranks, limit_s=60), *arguments)
 
 
 def _mailbox(rank, bootstrap, transport, **more):
@@ -71,7 +65,7 @@ def _gathers(rank, bootstrap, transport):
 
 @pytest.mark.parametrize("transport", ["auto", "vmm_fd", "cuda_ipc"])
 def test_gathers_between_processes_bit_for_bit(transport):
-    assert run(_gathers, transport) == [True] * RANKS
+    assert on_gpus(_gathers, transport) == [True] * RANKS
 
 
 def _reduces(rank, bootstrap):
@@ -92,7 +86,7 @@ def _reduces(rank, bootstrap):
 
 
 def test_the_reduction_has_the_same_bits_on_both_ranks():
-    first, second = run(_reduces)
+    first, second = on_gpus(_reduces)
     assert first == second
 
 
@@ -114,5 +108,5 @@ def _alone(rank, bootstrap):
 
 
 def test_a_rank_that_makes_no_call_is_named_within_the_limit():
-    code, words = run(_alone)[0]
+    code, words = on_gpus(_alone)[0]
     assert code == "peer_lost" and "peer = 1" in words and "all_gather" in words
