@@ -177,7 +177,7 @@ TEST_F(MailboxErrors, groups_come_and_go_without_a_leak) {
     };
     once();  // modules and pools of the driver
     const std::size_t before = free_bytes(), descriptors = open_descriptors();
-    for (int i = 0; i < 30 && !HasFailure(); ++i) once();
+    for (int i = 0; i < 100 && !HasFailure(); ++i) once();
     EXPECT_GE(free_bytes() + (16 << 20), before) << transport_name(transport);
     EXPECT_EQ(open_descriptors(), descriptors) << transport_name(transport);
   }

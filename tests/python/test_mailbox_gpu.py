@@ -1,5 +1,7 @@
 """A process per rank and per GPU: the transports between processes, eager calls and graphs, a rank that is lost."""
 
+import os
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -66,6 +68,63 @@ def _gathers(rank, bootstrap, transport):
 @pytest.mark.parametrize("transport", ["auto", "vmm_fd", "cuda_ipc"])
 def test_gathers_between_processes_bit_for_bit(transport):
     assert on_gpus(_gathers, transport) == [True] * RANKS
+
+
+def _replays(rank, bootstrap):
+    """The calls whose payload arrived changed, of graphs of 1 to 5 calls: a new payload each, compared on the device."""
+    mailbox = _mailbox(rank, bootstrap, "auto")
+    at = torch.arange(8 * COLS, device="cuda", dtype=torch.int32).view(8, COLS)
+    bases = [at * 31 + r * 1009 for r in range(RANKS)]
+    base, wanted = bases[rank], torch.cat(bases, dim=1)
+    number, wrong = torch.zeros(1, dtype=torch.int32, device="cuda"), torch.zeros(1, dtype=torch.int64, device="cuda")
+    x = torch.empty(8, COLS, dtype=torch.int16, device="cuda")
+    out = torch.empty(8, RANKS * COLS, dtype=torch.int16, device="cuda")
+    for calls in range(1, 6):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(calls):
+                number.add_(7)
+                x.copy_((base + number) % 0x7F00)
+                mailbox.all_gather(x.view(torch.bfloat16), out.view(torch.bfloat16))
+                wrong.add_((out != ((wanted + number) % 0x7F00).to(torch.int16)).any())
+        for _ in range(20_000):
+            graph.replay()
+        torch.cuda.synchronize()
+        mailbox.check()
+    mailbox.close()
+    return wrong.item(), number.item()
+
+
+def test_a_hundred_thousand_replays_between_processes():
+    assert on_gpus(_replays) == [(0, 7 * 20_000 * 15)] * RANKS
+
+
+def _comes_and_goes(rank, bootstrap, transport):
+    x = torch.zeros(1, COLS, dtype=torch.bfloat16, device="cuda")
+    out = torch.empty(1, RANKS * COLS, dtype=torch.bfloat16, device="cuda")
+
+    def once():
+        mailbox = _mailbox(rank, bootstrap, transport)
+        mailbox.all_gather(x, out)
+        torch.cuda.synchronize()
+        mailbox.check()
+        mailbox.close()
+        bootstrap.barrier(limit_s=60)
+        return torch.cuda.mem_get_info()[0], len(os.listdir("/proc/self/fd")), len(open("/proc/self/maps").readlines())
+
+    for _ in range(3):
+        before = once()  # with modules and pools of the driver
+    for _ in range(100):
+        after = once()
+    return before, after
+
+
+@pytest.mark.parametrize("transport", ["vmm_fd", "cuda_ipc"])
+def test_a_hundred_mailboxes_leave_nothing(transport):
+    for before, after in on_gpus(_comes_and_goes, transport):
+        assert after[0] + (16 << 20) >= before[0], "memory of the GPU"
+        assert after[1] <= before[1], "file descriptors"
+        assert after[2] <= before[2] + 8, "mappings"
 
 
 def _reduces(rank, bootstrap):
