@@ -228,9 +228,10 @@ void add_draft_step(const DeviceFacts& facts, std::vector<Job>* jobs) {
     const auto requests = step_kernel_requests(model, facts.arch);
     for (std::size_t i = 0; i < requests.size(); ++i) {
       const auto kernel = static_cast<StepKernel>(i);
+      if (!step_kernel_possible(kernel, model.model, step_gpu(facts))) continue;
       jobs->push_back(job_of(requests[i]));
       jobs->back().subject = fmt::format("{} tp {}{}", preset, ranks, mode == DraftMode::kGreedy ? " greedy" : "");
-      jobs->back().smem_bytes = static_cast<int>(step_kernel_smem(kernel, model.model, facts.sm_count));
+      jobs->back().smem_bytes = static_cast<int>(step_kernel_smem(kernel, model.model, step_gpu(facts)));
     }
   };
   add("k3.1", 8, DraftMode::kProbabilistic, false);

@@ -15,6 +15,9 @@ __device__ inline bool elect_one() {
   return elected != 0;
 }
 
+// The value of the first lane, which all lanes have: the compiler then keeps it in uniform registers.
+__device__ inline int warp_uniform(int v) { return __shfl_sync(0xffffffffu, v, 0); }
+
 // ---- Programmatic dependent launch
 
 // Returns when the kernels before this one on the stream are complete and their writes are visible.
@@ -266,10 +269,27 @@ __device__ inline u32 pack_bf16(float low, float high) {
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
   return packed;
 }
+// The same as FP16.
+__device__ inline u32 pack_f16(float low, float high) {
+  u32 packed;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+__device__ inline float f16_to_float(u16 v) {
+  float f;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(v));
+  return f;
+}
 // 1 / v to within one unit in the last place. 0 for infinities and for what is larger than 2^126.
 __device__ inline float reciprocal(float v) {
   float r;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v));
+  return r;
+}
+// 2^v to within 2^-22 of it; 0 for -infinity and below -126.
+__device__ inline float exp2_approx(float v) {
+  float r;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v));
   return r;
 }
 __device__ inline u16 to_bf16(float v) {

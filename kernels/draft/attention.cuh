@@ -12,20 +12,16 @@
 // under way at once; each has a thread that looks up its page a tile ahead.
 #pragma once
 
-#include "draft/row.cuh"
+#include "draft/keys.cuh"
 
 namespace twostep::draft {
 
 constexpr int kQueryRows = 32;  // two tiles of 16
-constexpr int kKeys = 64;       // of one tile: four groups of 16
 constexpr int kStages = 2;      // tiles of keys under way
 constexpr int kAttendThreads = 512;
 constexpr int kScoreSlices = 4;  // of the dot products of a tile: each is summed by other warps
 constexpr int kMergeThreads = 256;
-constexpr int kMergeColumns = 4 * kWarp;  // of one CTA: four per lane
-
-// Of a key: no row sees it; seen; seen, and not finite.
-constexpr int kUnseen = 0, kSeen = 1, kSpoilt = 2;
+constexpr int kMergeColumns = 8 * kWarp;  // of one CTA: eight per lane
 
 template <class Model>
 struct AttendShared {
@@ -40,11 +36,6 @@ struct AttendShared {
   int state[kStages][kKeys];
 };
 
-__device__ inline bool are_finite(u32 two) { return (two & 0x7f80u) != 0x7f80u && (two & 0x7f800000u) != 0x7f800000u; }
-__device__ inline bool are_finite(uint4 eight) {
-  return are_finite(eight.x) && are_finite(eight.y) && are_finite(eight.z) && are_finite(eight.w);
-}
-
 // One request's part of the context for kQueryRows query rows.
 //   q [M, heads, kCacheWidth]; position [M]; end [R]
 //   o [M, heads, kKvLora] where splits is 1; else sums [R, splits, kK * heads, kKvLora] and stats [..][2]: the largest
@@ -52,10 +43,11 @@ __device__ inline bool are_finite(uint4 eight) {
 // Grid (query tiles, splits, R), block kAttendThreads, dynamic shared memory sizeof(AttendShared<Model>).
 template <class Model, bool kCausal>
 __device__ inline void attend(const Batch& batch, const u16* q, const i64* position, const i64* end, Cache cache,
-                              i64 window, int splits, u16* o, float* sums, float* stats, void* memory) {
+                              i64 window, int splits, u16* o, float* sums, PartStats* stats, void* memory) {
   static_assert(Model::kCacheWidth % 16 == 0 && Model::kKvLora % 16 == 0);
   constexpr int kRows = Model::kK * Model::kHeads;  // query rows of a request
-  constexpr int kPairs = Model::kKvLora / 16;       // tiles of 16 output columns
+  constexpr float kLogScale = kLog2E * Model::kScale;
+  constexpr int kPairs = Model::kKvLora / 16;  // tiles of 16 output columns
   constexpr int kWarps = kAttendThreads / kWarp;
   constexpr int kRowShare = kAttendThreads / kQueryRows;  // threads that share a row of the softmax
   static_assert(kWarps == kScoreSlices * (kKeys / 16));
@@ -83,29 +75,13 @@ __device__ inline void attend(const Batch& batch, const u16* q, const i64* posit
   copy_async_commit();
 
   // ---- This CTA's keys
-  const auto position_of = [&](int row) { return position[r * Model::kK + row]; };
-  const i64 keys_end = end[r];
-  const i64 top = position_of(0);       // of the block's first row
-  const auto window_of = [&](i64 at) {  // the first key that a row at this position sees
-    const i64 first = (at < Model::kMaxLen ? at : i64(Model::kMaxLen - 1)) - window + 1;
-    return window > 0 && first > 0 ? first : 0;
-  };
-  const i64 first_seen = window_of(top), last_window = window_of(top + Model::kK - 1);
-  const i64 low = first_seen / kKeys * kKeys;
-  const u32 tiles = u32((keys_end - low + kKeys - 1) / kKeys);
-  const i64 tiles_of_split = (tiles + splits - 1) / u32(splits);
-  const i64 begin = low + split * tiles_of_split * kKeys;
-  i64 stop = begin + tiles_of_split * kKeys;
-  if (stop > keys_end) stop = keys_end;
+  const KeysOfPart<Model, kCausal> part(position, end, window, splits, split, r);
   // Thread `own_key` of the keys of a tile finds it and fetches it.
   constexpr int kKeysOfWarp = kKeys / kWarps;
   constexpr u32 kRowBytes = 2 * Model::kCacheWidth;
   const bool owner = lane < kKeysOfWarp;
   const int own_key = warp * kKeysOfWarp + lane;
-  const auto find = [&](i64 tile) {
-    const i64 key = tile + own_key;
-    return owner && key >= first_seen && key < stop ? row_offset<Model>(batch, cache, r, key) : i64(-1);
-  };
+  const auto find = [&](u32 tile) { return owner ? part.place_of(batch, cache, r, tile + u32(own_key)) : i64(-1); };
   const auto fetch = [&](i64 at, int stage) {
     if (!owner) return;
     const auto arrived = smem_address(&s.arrived[stage]);
@@ -121,13 +97,12 @@ __device__ inline void attend(const Batch& batch, const u16* q, const i64* posit
     }
   };
   static_assert(kStages == 2);
-  const i64 at0 = find(begin), at1 = find(begin + kKeys);
+  const i64 at0 = find(part.begin), at1 = find(part.begin + kKeys);
   __syncthreads();  // the barriers are there
-  if (begin < stop) fetch(at0, 0);
-  if (begin + kKeys < stop) fetch(at1, 1);
-  const int softmax_row = threadIdx.x / kRowShare, softmax_part = threadIdx.x % kRowShare;
-  const i64 own = first_row + softmax_row < kRows ? position_of((first_row + softmax_row) / Model::kHeads) : i64(-1);
-  const i64 oldest = window_of(own);
+  if (part.begin < part.stop) fetch(at0, 0);
+  if (part.begin + kKeys < part.stop) fetch(at1, 1);
+  const int softmax_row = threadIdx.x / kRowShare, softmax_share = threadIdx.x % kRowShare;
+  const i64 own = part.position_of(first_row + softmax_row);
   float largest = -infinity(), total = 0;  // of the row, in all threads that share it
   copy_async_wait<0>();
   __syncthreads();                        // q is there
@@ -135,18 +110,17 @@ __device__ inline void attend(const Batch& batch, const u16* q, const i64* posit
 
   int stage = 0;
   u32 parity = 0;
-  for (i64 tile = begin; tile < stop; tile += kKeys) {
+  for (u32 tile = part.begin; tile < part.stop; tile += kKeys) {
     auto& keys = s.keys[stage];
-    const i64 next = tile + kStages * kKeys;  // into this tile's room
+    const u32 next = tile + kStages * kKeys;  // into this tile's room
     const i64 next_at = find(next);
     while (!barrier_try_wait(smem_address(&s.arrived[stage]), parity)) {
     }
-    if ((kCausal && tile + kKeys - 1 > top) || tile < last_window) {  // some of its keys are not seen by all rows
+    if (part.is_edge(tile)) {
       for (int i = threadIdx.x; i < kKeys * kPieces; i += kAttendThreads) {
         const int key = i / kPieces;
-        const bool of_some = (kCausal && tile + key > top) || tile + key < last_window;
         auto* piece = reinterpret_cast<uint4*>(&keys[key][i % kPieces * 8]);
-        if (!of_some || are_finite(*piece)) continue;  // a key that no row sees is zero
+        if (!part.is_of_some(tile + u32(key)) || are_finite(*piece)) continue;  // a key that no row sees is zero
         *piece = make_uint4(0, 0, 0, 0);
         s.state[stage][key] = kSpoilt;
         fence_proxy_async();
@@ -187,37 +161,35 @@ __device__ inline void attend(const Batch& batch, const u16* q, const i64* posit
 
     // ---- Softmax
     {
-      const int row = softmax_row, part = softmax_part;
-      // The row sees keys first .. last of the tile.
-      const i64 behind = own - tile, before = oldest - tile;
-      const int last = own < 0 ? -1 : !kCausal || behind >= kKeys ? kKeys - 1 : int(behind < -1 ? -1 : behind);
-      const int first = before <= 0 ? 0 : before >= kKeys ? kKeys : int(before);
+      const int row = softmax_row, share = softmax_share;
+      const auto seen = part.seen_by(own, tile);
       float score[kKeys / kRowShare], highest = -infinity();
 #pragma unroll
       for (int i = 0; i < kKeys / kRowShare; ++i) {
-        const int of_tile = part + kRowShare * i;
+        const int of_tile = share + kRowShare * i;
         const int state = s.state[stage][of_tile];
-        const bool visible = state != kUnseen && of_tile >= first && of_tile <= last;
+        const bool visible = state != kUnseen && of_tile >= seen.first && of_tile <= seen.last;
         float sum = 0;
 #pragma unroll
         for (int slice = 0; slice < kScoreSlices; ++slice) sum += s.scores[slice][row][of_tile];
-        score[i] = visible ? Model::kScale * sum : -infinity();
+        score[i] = visible ? kLogScale * sum : -infinity();
         if (visible && state == kSpoilt) score[i] = not_a_number();
         highest = fmaxf(highest, score[i]);
       }
       for (int step = kRowShare / 2; step > 0; step /= 2)
         highest = fmaxf(highest, __shfl_xor_sync(0xffffffffu, highest, step));
       highest = fmaxf(highest, largest);
+      const float base = highest == -infinity() ? 0.0f : highest;
       float sum = 0;
 #pragma unroll
       for (int i = 0; i < kKeys / kRowShare; ++i) {
-        const float p = score[i] == -infinity() ? 0.0f : expf(score[i] - highest);
-        s.p[row][part + kRowShare * i] = to_bf16(p);
+        const float p = exp2_approx(score[i] - base);
+        s.p[row][share + kRowShare * i] = to_bf16(p);
         sum += p;
       }
       for (int step = kRowShare / 2; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
-      const float shrink = highest == -infinity() ? 1.0f : expf(largest - highest);
-      if (part == 0) s.shrink[row] = shrink;
+      const float shrink = exp2_approx(largest - base);
+      if (share == 0) s.shrink[row] = shrink;
       total = total * shrink + sum;
       largest = highest;
     }
@@ -256,13 +228,13 @@ __device__ inline void attend(const Batch& batch, const u16* q, const i64* posit
       }
     }
     __syncthreads();  // the tile is no longer read
-    if (next < stop) fetch(next_at, stage);
+    if (next < part.stop) fetch(next_at, stage);
     stage ^= 1;
     parity ^= stage == 0;
   }
 
   // ---- Store
-  if (softmax_part == 0) {
+  if (softmax_share == 0) {
     s.maximum[softmax_row] = largest;
     s.total[softmax_row] = total;
   }
@@ -286,81 +258,94 @@ __device__ inline void attend(const Batch& batch, const u16* q, const i64* posit
             const float scale = s.total[row] == 0 ? 0.0f : 1.0f / s.total[row];  // a row that sees nothing gives 0
             *reinterpret_cast<u32*>(o + (r * kRows + first_row + row) * Model::kKvLora + at) =
                 pack_bf16(value[0] * scale, value[1] * scale);
-          } else if (begin < stop) {
+          } else if (part.begin < part.stop) {
             *reinterpret_cast<float2*>(sums + (part_row + row) * Model::kKvLora + at) = make_float2(value[0], value[1]);
           }
         }
   }
   if (splits > 1 && threadIdx.x < kQueryRows && first_row + int(threadIdx.x) < kRows) {
-    float* of_row = stats + 2 * (part_row + threadIdx.x);
-    of_row[0] = s.maximum[threadIdx.x];
-    of_row[1] = s.total[threadIdx.x];
+    stats[part_row + threadIdx.x].base = s.maximum[threadIdx.x];
+    stats[part_row + threadIdx.x].total = s.total[threadIdx.x];
   }
 }
 
-// o = the parts of `attend`, weighted by exp(largest - largest of all), over their sum. A warp has every eighth part,
-// its loads under way before the weights are known; the warps' sums meet in their order. Grid (kK * heads, R, kKvLora /
-// kMergeColumns rounded up), block kMergeThreads.
-template <class Model>
-__device__ inline void merge(const float* sums, const float* stats, int splits, u16* o) {
+// Eight values of a part's sums.
+__device__ inline void load_sums(const float* from, float (&v)[8]) {
+  const float4 a = reinterpret_cast<const float4*>(from)[0], b = reinterpret_cast<const float4*>(from)[1];
+  v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w, v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
+}
+__device__ inline void load_sums(const u16* from, float (&v)[8]) {
+  const uint4 a = *reinterpret_cast<const uint4*>(from);
+  const u32 two[4] = {a.x, a.y, a.z, a.w};
+#pragma unroll
+  for (int i = 0; i < 8; ++i) v[i] = f16_to_float(u16(i % 2 == 0 ? two[i / 2] : two[i / 2] >> 16));
+}
+
+// o = the parts of the attention, weighted by 2^(base - largest base), over their sum, in their order. `warps` of a
+// CTA, a power of two, share kMergeColumns columns of a row: each has every warps-th part, its loads under way before
+// the weights are known, and their sums meet in their order. Sum: float, as attend() leaves them, or u16 for FP16
+// multiples of a slab's scale, as sm90_attend() does. Grid (requests * kK * kHeads * column blocks * warps / 8 rounded
+// up), block kMergeThreads.
+template <class Model, class Sum>
+__device__ inline void merge(const Sum* sums, const PartStats* stats, int splits, i64 requests, int warps, u16* o) {
   constexpr int kRows = Model::kK * Model::kHeads, kWarps = kMergeThreads / kWarp;
-  constexpr int kAtOnce = 6;  // loads under way: 48 parts
-  __shared__ float4 part_sums[kWarps][kWarp];
+  constexpr int kColumnBlocks = (Model::kKvLora + kMergeColumns - 1) / kMergeColumns;
+  constexpr bool kScaled = sizeof(Sum) == 2;
+  constexpr int kAtOnce = kScaled ? 9 : 4;  // loads under way: 72 or 32 parts of 8 warps
+  __shared__ float4 part_sums[2][kWarps][kWarp];
   __shared__ float part_totals[kWarps];
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-  const i64 row = blockIdx.x, r = blockIdx.y;
-  const int column = blockIdx.z * kMergeColumns + 4 * lane;
-  const bool inside = column < Model::kKvLora;
-  const auto part = [&](int split) { return (r * splits + split) * kRows + row; };
-  const auto stats_of = [&](int split) { return reinterpret_cast<const float2*>(stats)[part(split)]; };
+  const int of_warp = warp % warps;
+  const i64 unit = i64(blockIdx.x) * (kWarps / warps) + warp / warps;
+  const i64 row = unit / kColumnBlocks;  // of all requests
+  const int column = int(unit % kColumnBlocks) * kMergeColumns + 8 * lane;
+  const bool is = row < requests * kRows, inside = is && column < Model::kKvLora;
+  const int slab = 2 * column / Model::kKvLora * 4 + column % 64 / 16;  // kKvLora is a multiple of 128 then
+  const i64 first_part = row / kRows * splits * kRows + row % kRows;
+  const auto part = [&](int split) { return first_part + i64(split) * kRows; };
+  const auto stats_of = [&](int split) { return *reinterpret_cast<const float2*>(&stats[part(split)]); };
   pdl_launch();
   pdl_wait();
   float highest = -infinity();
-  for (int split = lane; split < splits; split += kWarp) highest = fmaxf(highest, stats_of(split).x);
+  for (int split = lane; is && split < splits; split += kWarp) highest = fmaxf(highest, stats_of(split).x);
   for (int step = kWarp / 2; step > 0; step /= 2) highest = fmaxf(highest, __shfl_xor_sync(0xffffffffu, highest, step));
 
-  float4 sum = {0, 0, 0, 0};
-  float total = 0;
-  for (int first = warp; first < splits; first += kAtOnce * kWarps) {
+  float sum[8] = {}, total = 0;
+  for (int first = of_warp; inside && first < splits; first += kAtOnce * warps) {
     float2 of_part[kAtOnce];
-    float4 value[kAtOnce];
+    float scale[kAtOnce], value[kAtOnce][8] = {};
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      const int split = first + i * kWarps;
-      of_part[i] = split < splits ? stats_of(split) : make_float2(-infinity(), 0);
-      value[i] = {0, 0, 0, 0};
-      if (split < splits && inside)
-        value[i] = *reinterpret_cast<const float4*>(sums + part(split) * Model::kKvLora + column);
+      const int split = first + i * warps;
+      const bool has = split < splits;
+      of_part[i] = has ? stats_of(split) : make_float2(-infinity(), 0);
+      scale[i] = kScaled && has ? stats[part(split)].scale[slab] : 1.0f;
+      if (has) load_sums(sums + part(split) * Model::kKvLora + column, value[i]);
     }
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      const bool empty = of_part[i].y == 0;  // it has no sums: what lies there is of another step
-      const float weight = empty ? 0.0f : expf(of_part[i].x - highest);
+      if (of_part[i].y == 0) continue;  // empty: what lies there is of another step
+      const float weight = exp2_approx(of_part[i].x - highest);
       total += weight * of_part[i].y;
-      sum.x += empty ? 0.0f : weight * value[i].x;
-      sum.y += empty ? 0.0f : weight * value[i].y;
-      sum.z += empty ? 0.0f : weight * value[i].z;
-      sum.w += empty ? 0.0f : weight * value[i].w;
+#pragma unroll
+      for (int c = 0; c < 8; ++c) sum[c] += weight * scale[i] * value[i][c];
     }
   }
-  part_sums[warp][lane] = sum;
+  part_sums[0][warp][lane] = {sum[0], sum[1], sum[2], sum[3]};
+  part_sums[1][warp][lane] = {sum[4], sum[5], sum[6], sum[7]};
   if (lane == 0) part_totals[warp] = total;
   __syncthreads();  // the warps' sums are there
-  if (warp != 0 || !inside) return;
-  sum = {0, 0, 0, 0};
-  total = 0;
-#pragma unroll
-  for (int i = 0; i < kWarps; ++i) {
-    const float4 other = part_sums[i][lane];
-    sum.x += other.x;
-    sum.y += other.y;
-    sum.z += other.z;
-    sum.w += other.w;
+  if (of_warp != 0 || !inside) return;
+  for (int i = warp + 1; i < warp + warps; ++i) {
+    const float4 a = part_sums[0][i][lane], b = part_sums[1][i][lane];
+    sum[0] += a.x, sum[1] += a.y, sum[2] += a.z, sum[3] += a.w;
+    sum[4] += b.x, sum[5] += b.y, sum[6] += b.z, sum[7] += b.w;
     total += part_totals[i];
   }
   const float scale = total == 0 ? 0.0f : 1.0f / total;
-  *reinterpret_cast<uint2*>(o + (r * kRows + row) * Model::kKvLora + column) = {
-      pack_bf16(sum.x * scale, sum.y * scale), pack_bf16(sum.z * scale, sum.w * scale)};
+  *reinterpret_cast<uint4*>(o + row * Model::kKvLora + column) = {
+      pack_bf16(sum[0] * scale, sum[1] * scale), pack_bf16(sum[2] * scale, sum[3] * scale),
+      pack_bf16(sum[4] * scale, sum[5] * scale), pack_bf16(sum[6] * scale, sum[7] * scale)};
 }
 
 }  // namespace twostep::draft

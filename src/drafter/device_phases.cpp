@@ -14,7 +14,9 @@ namespace {
 // Of kernels/draft, asserted in the text of each kernel that uses them.
 constexpr std::int64_t kRowThreads = 256, kMergeThreads = 256, kVerifyThreads = 256, kActivateColumns = 256;
 constexpr std::int64_t kQueryRows = 32, kKeys = 64, kStages = 2, kScoreSlices = 4, kAttendThreads = 512,
-                       kMergeColumns = 128;                                       // attention.cuh
+                       kMergeColumns = 256;                                       // attention.cuh
+constexpr std::int64_t kQueryColumns = 48, kSm90AttendThreads = 256;              // sm90_attention.cuh
+constexpr std::int64_t kPartStats = 40;                                           // bytes, keys.cuh
 constexpr std::int64_t kAbsorbColumns = 64, kValueColumns = 16, kBlockRows = 16;  // block.cuh
 constexpr std::int64_t kPad = 8, kHalfWarps = 8;                                  // block.cuh
 constexpr std::int64_t kMaxSplits = 256;
@@ -64,18 +66,41 @@ const KernelText& text_of(StepKernel kernel) {
        "kAbsorbColumns == 64 && kBlockRows == 16 && kHalfThreads == 256"},
       {"attend", "attention",
        "Batch batch, const u16* q, const i64* position, const i64* end, Cache cache, i64 window, int splits, u16* o, "
-       "float* sums, float* stats",
+       "float* sums, PartStats* stats",
        "extern __shared__ uint4 memory[];\n  attend<Model, false>(batch, q, position, end, cache, window, splits, o, "
        "sums, stats, memory)",
-       kAttendThreads, "kQueryRows == 32 && kKeys == 64 && kStages == 2 && kScoreSlices == 4 && kAttendThreads == 512"},
+       kAttendThreads,
+       "kQueryRows == 32 && kKeys == 64 && kStages == 2 && kScoreSlices == 4 && kAttendThreads == 512 && "
+       "sizeof(PartStats) == 40"},
       {"attend_causal", "attention",
        "Batch batch, const u16* q, const i64* position, const i64* end, Cache cache, i64 window, int splits, u16* o, "
-       "float* sums, float* stats",
+       "float* sums, PartStats* stats",
        "extern __shared__ uint4 memory[];\n  attend<Model, true>(batch, q, position, end, cache, window, splits, o, "
        "sums, stats, memory)",
-       kAttendThreads, "kQueryRows == 32 && kKeys == 64 && kStages == 2 && kScoreSlices == 4 && kAttendThreads == 512"},
-      {"merge", "attention", "const float* sums, const float* stats, int splits, u16* o",
-       "merge<Model>(sums, stats, splits, o)", kMergeThreads, "kMergeThreads == 256 && kMergeColumns == 128"},
+       kAttendThreads,
+       "kQueryRows == 32 && kKeys == 64 && kStages == 2 && kScoreSlices == 4 && kAttendThreads == 512 && "
+       "sizeof(PartStats) == 40"},
+      {"merge", "attention", "const float* sums, const PartStats* stats, int splits, i64 requests, int warps, u16* o",
+       "merge<Model>(sums, stats, splits, requests, warps, o)", kMergeThreads,
+       "kMergeThreads == 256 && kMergeColumns == 256"},
+      {"sm90_attend", "sm90_attention",
+       "Batch batch, const u16* q, const i64* position, const i64* end, Cache cache, i64 window, int splits, u16* o, "
+       "u16* sums, PartStats* stats",
+       "extern __shared__ __align__(1024) u8 memory[];\n  sm90_attend<Model, false>(batch, q, position, end, cache, "
+       "window, splits, o, "
+       "sums, stats, memory)",
+       kSm90AttendThreads, "kQueryColumns == 48 && kSm90AttendThreads == 256 && sizeof(PartStats) == 40"},
+      {"sm90_attend_causal", "sm90_attention",
+       "Batch batch, const u16* q, const i64* position, const i64* end, Cache cache, i64 window, int splits, u16* o, "
+       "u16* sums, PartStats* stats",
+       "extern __shared__ __align__(1024) u8 memory[];\n  sm90_attend<Model, true>(batch, q, position, end, cache, "
+       "window, splits, o, "
+       "sums, stats, memory)",
+       kSm90AttendThreads, "kQueryColumns == 48 && kSm90AttendThreads == 256 && sizeof(PartStats) == 40"},
+      {"sm90_merge", "attention",
+       "const u16* sums, const PartStats* stats, int splits, i64 requests, int warps, u16* o",
+       "merge<Model>(sums, stats, splits, requests, warps, o)", kMergeThreads,
+       "kMergeThreads == 256 && kMergeColumns == 256"},
       {"values", "block", "const u16* o, const u16* kv_b, const u16* gate, i64 rows, u16* out",
        "values<Model>(o, kv_b, gate, rows, out)", 256,
        "kValueColumns == 16 && kBlockRows == 16 && kHalfThreads == 256"},
@@ -116,6 +141,8 @@ class DevicePhases final : public StepPhases {
     b_ = buffers;
     cache_ = cache;
     max_requests_ = max_requests;
+    gpu_ = launcher_->gpu();
+    wgmma_ = step_kernel_possible(StepKernel::kSm90Attend, m_, gpu_);
     launcher_->load({model, buffers.gate != nullptr, weights.fc_norm != nullptr});
 
     std::vector<std::uint16_t*> caches;
@@ -131,11 +158,11 @@ class DevicePhases final : public StepPhases {
     std::int64_t parts = 0;
     for (std::int64_t r = 1; r <= max_requests; ++r) parts = std::max(parts, r * splits_of(r));
     const std::int64_t rows = m_.k * m_.heads;
-    sums_ = room<float>(static_cast<std::size_t>(parts * rows * m_.kv_lora));
-    stats_ = room<float>(static_cast<std::size_t>(2 * parts * rows));
-    at_once_ = step_kernel_needed(StepKernel::kPicks, m_, launcher_->sm_count(), launcher_->smem_per_block());
+    sums_ = allocate(static_cast<std::size_t>(parts * rows * m_.kv_lora) * (wgmma_ ? 2 : 4));  // FP16 or FP32
+    stats_ = allocate(static_cast<std::size_t>(parts * rows * kPartStats));
+    at_once_ = step_kernel_possible(StepKernel::kPicks, m_, gpu_);
     ctas_ = static_cast<std::int32_t>(
-        std::min((at_once_ ? 1 : kPickCtasPerSm) * launcher_->sm_count(), pieces(m_.shard_vocab, kTileRows)));
+        std::min((at_once_ ? 1 : kPickCtasPerSm) * gpu_.sm_count, pieces(m_.shard_vocab, kTileRows)));
     const auto requests = static_cast<std::size_t>(max_requests), k = static_cast<std::size_t>(m_.k);
     constexpr auto kNoneYet = ~std::uint64_t{0};  // sample.cuh
     sampling_ = {b_.base,
@@ -219,11 +246,20 @@ class DevicePhases final : public StepPhases {
     auto splits = static_cast<std::int32_t>(splits_of(batch.requests));
     void* arguments[] = {&on_device, &b_.q_latent, &b_.sequence_position, &b_.end, &cache,
                          &w.window,  &splits,      &b_.attended,          &sums_,  &stats_};
-    launch(w.causal ? StepKernel::kAttendCausal : StepKernel::kAttend,
-           {pieces(m_.k * m_.heads, kQueryRows), splits, batch.requests}, stream, arguments);
+    const StepKernel kernel = wgmma_     ? w.causal ? StepKernel::kSm90AttendCausal : StepKernel::kSm90Attend
+                              : w.causal ? StepKernel::kAttendCausal
+                                         : StepKernel::kAttend;
+    launch(kernel, {query_tiles(), splits, batch.requests}, stream, arguments);
     if (splits == 1) return;
-    void* parts[] = {&sums_, &stats_, &splits, &b_.attended};
-    launch(StepKernel::kMerge, {m_.k * m_.heads, batch.requests, pieces(m_.kv_lora, kMergeColumns)}, stream, parts);
+    // A row's parts are shared by so many warps that each has them all under way at once.
+    const std::int64_t at_once = wgmma_ ? 9 : 4;
+    std::int32_t warps = 1;
+    while (warps < kMergeThreads / 32 && warps * at_once < splits) warps *= 2;
+    std::int64_t requests = batch.requests;
+    void* parts[] = {&sums_, &stats_, &splits, &requests, &warps, &b_.attended};
+    const std::int64_t units = requests * m_.k * m_.heads * pieces(m_.kv_lora, kMergeColumns);
+    launch(wgmma_ ? StepKernel::kSm90Merge : StepKernel::kMerge, {pieces(units * warps, kMergeThreads / 32), 1, 1},
+           stream, parts);
   }
 
   void values(const StepBatch& batch, std::size_t layer, Stream stream) override {
@@ -302,14 +338,14 @@ class DevicePhases final : public StepPhases {
 
   DeviceCache cache_of(std::uint16_t* data) const { return {data, cache_.pages, cache_.page_rows, cache_.page_stride}; }
 
+  std::int64_t query_tiles() const { return pieces(m_.k * m_.heads, wgmma_ ? kQueryColumns : kQueryRows); }
+
   // Parts of the context: so many that the CTAs of one step fill the GPU once. A part shorter than a tile is empty.
   // A request's bits depend on how its context is parted: strict, all batches part it alike, into as many as a small
   // one likes and a full one can write and read again.
   std::int64_t splits_of(std::int64_t requests) const {
     constexpr std::int64_t kStrictSplits = 16;
-    const auto filling = [&](std::int64_t r) {
-      return launcher_->sm_count() / (r * pieces(m_.k * m_.heads, kQueryRows));
-    };
+    const auto filling = [&](std::int64_t r) { return gpu_.sm_count / (r * query_tiles()); };
     const std::int64_t parts =
         m_.strict ? std::min(filling(1), std::max(kStrictSplits, filling(max_requests_))) : filling(requests);
     return std::clamp<std::int64_t>(parts, 1, std::clamp<std::int64_t>(m_.max_len / kKeys, 1, kMaxSplits));
@@ -324,8 +360,10 @@ class DevicePhases final : public StepPhases {
   std::uint16_t** caches_ = nullptr;
   const float** norms_ = nullptr;
   std::vector<std::uint64_t> taps_;  // TapList of kernels/draft/context.cuh: addresses, then strides
-  float* sums_ = nullptr;
-  float* stats_ = nullptr;
+  StepGpu gpu_;
+  bool wgmma_ = false;  // the attention's kernels are those of sm_90a
+  void* sums_ = nullptr;
+  void* stats_ = nullptr;
   bool at_once_ = false;   // all drafts in one launch
   std::int32_t ctas_ = 0;  // of a pick
   DeviceSampling sampling_{};
@@ -417,21 +455,47 @@ CompileRequest step_kernel_request(StepKernel kernel, const StepKernelModel& wha
       arch, "draft-1"};
 }
 
-std::int64_t step_kernel_smem(StepKernel kernel, const StepModel& m, int sm_count) {
-  if (kernel == StepKernel::kPicks) {
-    const std::int64_t tiles = pieces(m.shard_vocab, kTileRows), pitch = (2 * m.markov_rank + 63) / 128 * 128 + 64;
-    return kPickShared + pieces(tiles, sm_count) * kTileRows * pitch;
+std::int64_t step_kernel_smem(StepKernel kernel, const StepModel& m, const StepGpu& gpu) {
+  switch (kernel) {
+    case StepKernel::kPicks: {
+      const std::int64_t tiles = pieces(m.shard_vocab, kTileRows), pitch = (2 * m.markov_rank + 63) / 128 * 128 + 64;
+      return kPickShared + pieces(tiles, gpu.sm_count) * kTileRows * pitch;
+    }
+    case StepKernel::kAttend:
+    case StepKernel::kAttendCausal:  // AttendShared of kernels/draft/attention.cuh
+      return 2 * (kQueryRows + kStages * kKeys) * (m.cache_width() + 8) + 2 * kQueryRows * (kKeys + 8) +
+             4 * kScoreSlices * kQueryRows * (kKeys + 4) + 4 * 3 * kQueryRows + kStages * (8 + 4 * kKeys);
+    case StepKernel::kSm90Attend:
+    case StepKernel::kSm90AttendCausal:  // Sm90AttendShared of kernels/draft/sm90_attention.cuh
+      return pieces(2 * (kQueryColumns + 2 * kKeys) * m.cache_width() + 2 * kQueryColumns * kKeys +
+                        4 * kQueryColumns * kKeys + 4 * 9 * kQueryColumns + 8 * kKeys + 8 * kKeys,
+                    16) *
+             16;
+    default: return 0;
   }
-  if (kernel != StepKernel::kAttend && kernel != StepKernel::kAttendCausal) return 0;
-  // AttendShared of kernels/draft/attention.cuh.
-  return 2 * (kQueryRows + kStages * kKeys) * (m.cache_width() + 8) + 2 * kQueryRows * (kKeys + 8) +
-         4 * kScoreSlices * kQueryRows * (kKeys + 4) + 4 * 3 * kQueryRows + kStages * (8 + 4 * kKeys);
 }
 
-bool step_kernel_needed(StepKernel kernel, const StepModel& m, int sm_count, std::int64_t smem_per_block) {
-  const bool at_once = step_kernel_smem(StepKernel::kPicks, m, sm_count) <= smem_per_block;
-  if (kernel == StepKernel::kPick) return !at_once;
-  return kernel != StepKernel::kPicks || at_once;
+bool step_kernel_possible(StepKernel kernel, const StepModel& m, const StepGpu& gpu) {
+  switch (kernel) {
+    case StepKernel::kPicks: return step_kernel_smem(kernel, m, gpu) <= gpu.smem_per_block;
+    case StepKernel::kSm90Attend:
+    case StepKernel::kSm90AttendCausal:
+    case StepKernel::kSm90Merge:  // up to four blocks of o^T in registers
+      return gpu.wgmma && m.kv_lora % 128 == 0 && m.kv_lora <= 512 && m.rope % 64 == 0 &&
+             step_kernel_smem(StepKernel::kSm90Attend, m, gpu) <= gpu.smem_per_block;
+    default: return true;
+  }
+}
+
+bool step_kernel_needed(StepKernel kernel, const StepModel& m, const StepGpu& gpu) {
+  const auto without = [&](StepKernel better) { return !step_kernel_possible(better, m, gpu); };
+  switch (kernel) {
+    case StepKernel::kPick: return without(StepKernel::kPicks);
+    case StepKernel::kAttend: return without(StepKernel::kSm90Attend);
+    case StepKernel::kAttendCausal: return without(StepKernel::kSm90AttendCausal);
+    case StepKernel::kMerge: return without(StepKernel::kSm90Merge);
+    default: return step_kernel_possible(kernel, m, gpu);
+  }
 }
 
 std::uint32_t step_kernel_threads(StepKernel kernel) { return static_cast<std::uint32_t>(text_of(kernel).threads); }

@@ -23,6 +23,9 @@ enum class StepKernel : std::uint8_t {
   kAttend,
   kAttendCausal,
   kMerge,
+  kSm90Attend,  // in place of the three before, where step_kernel_possible()
+  kSm90AttendCausal,
+  kSm90Merge,
   kValues,
   kActivate,
   kPick,
@@ -33,7 +36,7 @@ enum class StepKernel : std::uint8_t {
   kDraw,
   kEmit,
 };
-inline constexpr int kNumStepKernels = 21;
+inline constexpr int kNumStepKernels = 24;
 
 // What the kernels are compiled for: the model as named constants.
 struct StepKernelModel {
@@ -52,11 +55,21 @@ Status check_sizes(const StepModel& model);
 // For "sm_90a". Throws kUnsupported where a size of the model has no kernels of ours.
 CompileRequest step_kernel_request(StepKernel kernel, const StepKernelModel& model, const std::string& arch);
 
-// Dynamic shared memory of one CTA, bytes, on a GPU of that many SMs.
-std::int64_t step_kernel_smem(StepKernel kernel, const StepModel& model, int sm_count);
+// What the choice of kernels depends on.
+struct StepGpu {
+  int sm_count = 0;
+  std::int64_t smem_per_block = 0;  // bytes that a CTA may ask for
+  bool wgmma = false;               // it has the instructions of sm_90a
+};
 
-// kPicks drafts where it may have its shared memory, else kPick: of the two, one is needed.
-bool step_kernel_needed(StepKernel kernel, const StepModel& model, int sm_count, std::int64_t smem_per_block);
+// Dynamic shared memory of one CTA, bytes.
+std::int64_t step_kernel_smem(StepKernel kernel, const StepModel& model, const StepGpu& gpu);
+
+// kPicks, kSm90Attend and its like: whether the GPU and the sizes of the model allow it. All others are.
+bool step_kernel_possible(StepKernel kernel, const StepModel& model, const StepGpu& gpu);
+
+// Possible, and no better one in its place: kPicks drafts where it may, else kPick.
+bool step_kernel_needed(StepKernel kernel, const StepModel& model, const StepGpu& gpu);
 
 // CTAs of kPicks wait for each other: the grid must be resident as a whole.
 inline bool step_kernel_cooperative(StepKernel kernel) { return kernel == StepKernel::kPicks; }
@@ -70,9 +83,8 @@ struct Grid {
 class StepLauncher {
  public:
   virtual ~StepLauncher() = default;
-  virtual int sm_count() const = 0;
-  virtual std::int64_t smem_per_block() const = 0;  // that a CTA may ask for
-  virtual void* allocate(std::size_t bytes) = 0;    // zero; lives as long as the launcher
+  virtual StepGpu gpu() const = 0;
+  virtual void* allocate(std::size_t bytes) = 0;  // zero; lives as long as the launcher
   virtual void upload(void* to, const void* from, std::size_t bytes) = 0;
   virtual void load(const StepKernelModel& model) = 0;  // every kernel that is needed
   // `arguments` are addresses of the parameters. Allocates nothing.

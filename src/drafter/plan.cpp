@@ -28,8 +28,7 @@ class CudaLauncher final : public StepLauncher {
     });
   }
 
-  int sm_count() const override { return facts_.sm_count; }
-  std::int64_t smem_per_block() const override { return facts_.smem_per_block; }
+  StepGpu gpu() const override { return step_gpu(facts_); }
 
   void* allocate(std::size_t bytes) override {
     const ContextGuard context(context_);
@@ -53,9 +52,9 @@ class CudaLauncher final : public StepLauncher {
     std::vector<std::future<std::shared_ptr<const CompiledKernel>>> loads;
     for (std::size_t i = 0; i < requests.size(); ++i) {
       const auto kernel = static_cast<StepKernel>(i);
-      const auto smem = step_kernel_smem(kernel, model.model, facts_.sm_count);
+      const auto smem = step_kernel_smem(kernel, model.model, gpu());
       loads.emplace_back();
-      if (!step_kernel_needed(kernel, model.model, facts_.sm_count, facts_.smem_per_block)) continue;
+      if (!step_kernel_needed(kernel, model.model, gpu())) continue;
       if (smem > facts_.smem_per_block)
         fail(StatusCode::kUnsupported, "drafter.prepare", "shared memory", fmt::format("{} bytes", smem),
              fmt::format("up to {} bytes on this GPU", facts_.smem_per_block), "run the draft step on the CPU");
@@ -97,6 +96,8 @@ class CudaLauncher final : public StepLauncher {
 };
 
 }  // namespace
+
+StepGpu step_gpu(const DeviceFacts& facts) { return {facts.sm_count, facts.smem_per_block, facts.arch == 90}; }
 
 std::vector<CompileRequest> step_kernel_requests(const StepKernelModel& model, int arch) {
   const std::string name = arch_name(arch);

@@ -14,6 +14,7 @@ struct Case {
   // The GPU that the emulator plays: several parts of a context, several CTAs of a pick.
   int sms = 8;
   std::int64_t smem_per_block = 227 << 10;
+  bool wgmma = false;
 };
 
 inline Case tiny_case() {  // non-causal, one sliding layer; FP32 draft logits
@@ -57,6 +58,37 @@ inline Case long_case() {
   c.limits.max_ingest_rows = 256;
   return c;
 }
+
+// Latents as wide as the attention of sm_90a likes them, 52 query rows: two of its tiles; one sliding layer.
+inline Case wide_case() {
+  Case c{"Wide", synth_preset("tiny"), {}, {}};
+  c.config.kv_lora_rank = 256;
+  c.config.qk_rope_head_dim = 64;
+  c.config.sliding_window[0] = 70;
+  c.sms = 4;
+  c.wgmma = true;
+  c.limits.num_draft_tokens = 13;
+  c.limits.request_counts = {1, 3};
+  c.limits.mode = DraftMode::kProbabilistic;
+  c.limits.max_len = 256;
+  c.limits.max_ingest_rows = 256;
+  return c;
+}
+
+inline Case wide_causal_case() {  // a context in one part
+  Case c{"WideCausal", synth_preset("tiny-causal"), {}, {}};
+  c.config.kv_lora_rank = 128;
+  c.config.qk_rope_head_dim = 128;
+  c.sms = 1;
+  c.wgmma = true;
+  c.limits.num_draft_tokens = 5;
+  c.limits.request_counts = {2, 18};
+  c.limits.max_len = 256;
+  c.limits.max_ingest_rows = 256;
+  return c;
+}
+
+inline StepGpu gpu_of(const Case& c) { return {c.sms, c.smem_per_block, c.wgmma}; }
 
 inline StepKernelModel kernel_model(const Case& c) {
   return {step_model(c.config, c.limits, c.shard), c.config.mla_use_output_gate, c.config.fc_norm};

@@ -454,10 +454,9 @@ void expect_bad_pages_and_bad_numbers_touch_one_request_alone(const MakeSide& ma
   EXPECT_EQ(out.tokens_of(3, 3), before.tokens_of(3, 3));
 }
 
-void expect_what_no_row_sees_not_to_matter(const MakeSide& make) {
+void expect_what_no_row_sees_not_to_matter(const Case& c, const MakeSide& make) {
   SCOPED_TRACE(testing::Message() << "TWOSTEP_TEST_SEED=" << inputs_number());
   constexpr std::int64_t kRows = 180, kWindow = 70;  // the window begins inside a tile of keys
-  const Case c = tiny_case();
   ASSERT_EQ(c.config.sliding_window[0], kWindow);
   Pair both(c, 1, make, kRows);
   both.put();
@@ -466,7 +465,7 @@ void expect_what_no_row_sees_not_to_matter(const MakeSide& make) {
     side->ingest();
     for (std::int64_t position = 0; position < first - kWindow + 1; ++position) side->spoil(0, 0, position);
     for (std::size_t layer = 0; layer < 2; ++layer)
-      for (std::int64_t position = first + c.limits.num_draft_tokens; position < 256; ++position)
+      for (std::int64_t position = first + c.limits.num_draft_tokens; position < c.limits.max_len; ++position)
         side->spoil(layer, 0, position);
     side->draft();
   }
@@ -476,9 +475,8 @@ void expect_what_no_row_sees_not_to_matter(const MakeSide& make) {
   EXPECT_LT(relative_norm(other.hidden, cpu.hidden), kHiddenBound);
 }
 
-void expect_later_rows_not_to_spoil_earlier_ones(const MakeSide& make) {
+void expect_later_rows_not_to_spoil_earlier_ones(const Case& c, const MakeSide& make) {
   SCOPED_TRACE(testing::Message() << "TWOSTEP_TEST_SEED=" << inputs_number());
-  const Case c = switched_case();
   const std::int64_t hidden = c.config.hidden_size, k = c.limits.num_draft_tokens;
   Pair both(c, 2, make, 0, c.config.mask_token_id);
   for (std::int32_t& anchor : both.in.anchor) anchor %= 500;  // not the mask
@@ -546,7 +544,7 @@ void expect_the_same_bits_of_taps_in_one_buffer(const MakeSide& make) {
 void expect_the_same_bits_of_a_smaller_gpu(const Case& c, std::int64_t requests, const MakeSide& make) {
   SCOPED_TRACE(testing::Message() << c.name << ", " << requests << " requests, TWOSTEP_TEST_SEED=" << inputs_number());
   const auto needs_picks = [&](const Case& of) {
-    return step_kernel_needed(StepKernel::kPicks, kernel_model(of).model, of.sms, of.smem_per_block);
+    return step_kernel_needed(StepKernel::kPicks, kernel_model(of).model, gpu_of(of));
   };
   Case smaller = c;
   smaller.smem_per_block = 48 << 10;

@@ -159,9 +159,9 @@ void expect_the_verdicts_of_the_host(const Case& c, std::int64_t requests, bool 
 // What the device cannot check before the launch.
 void expect_bad_pages_and_bad_numbers_touch_one_request_alone(const MakeSide& make);
 // NaN where no row of the block looks: before the window of a context that is longer, and behind its end.
-void expect_what_no_row_sees_not_to_matter(const MakeSide& make);
+void expect_what_no_row_sees_not_to_matter(const Case& c, const MakeSide& make);
 // NaN in block rows that causal rows before them do not see.
-void expect_later_rows_not_to_spoil_earlier_ones(const MakeSide& make);
+void expect_later_rows_not_to_spoil_earlier_ones(const Case& c, const MakeSide& make);
 
 // Alone, in another place, beside others: the same bits, with a context of several parts.
 void expect_the_bits_of_a_request_alone(const MakeSide& make);

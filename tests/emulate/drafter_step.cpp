@@ -6,6 +6,7 @@
 #include "draft/block.cuh"
 #include "draft/context.cuh"
 #include "draft/sample.cuh"
+#include "draft/sm90_attention.cuh"
 #include "draft/verify.cuh"
 #include "tests/drafter/step.h"
 #include "tests/emulate/emulator.h"
@@ -25,16 +26,18 @@ template <class Model>
 class EmulatedLauncher final : public StepLauncher {
  public:
   explicit EmulatedLauncher(const Case& c)
-      : sms_(c.sms), smem_per_block_(c.smem_per_block), text_(step_model_text(step_test::kernel_model(c))) {}
+      : gpu_(step_test::gpu_of(c)), text_(step_model_text(step_test::kernel_model(c))) {}
 
-  int sm_count() const override { return sms_; }
-  std::int64_t smem_per_block() const override { return smem_per_block_; }
+  StepGpu gpu() const override { return gpu_; }
   void* allocate(std::size_t bytes) override { return std::memset(space_->allocate(bytes), 0, bytes); }
   void upload(void* to, const void* from, std::size_t bytes) override { std::memcpy(to, from, bytes); }
   void load(const StepKernelModel& model) override {
     ASSERT_EQ(step_model_text(model), text_) << "compiled for another model";
     model_ = model.model;
     ASSERT_EQ(smem_of(StepKernel::kAttend), sizeof(d::AttendShared<Model>));
+    if constexpr (kWide) {
+      ASSERT_EQ(smem_of(StepKernel::kSm90Attend), sizeof(d::Sm90AttendShared<Model>));
+    }
   }
 
   void launch(StepKernel kernel, Grid grid, Stream, void** arguments) override {
@@ -48,7 +51,7 @@ class EmulatedLauncher final : public StepLauncher {
 
  private:
   std::size_t smem_of(StepKernel kernel) const {
-    return static_cast<std::size_t>(step_kernel_smem(kernel, model_, sms_));
+    return static_cast<std::size_t>(step_kernel_smem(kernel, model_, gpu_));
   }
 
   // Parameter i, as the type that the kernel's parameter has.
@@ -63,6 +66,8 @@ class EmulatedLauncher final : public StepLauncher {
   static const T& as(void* at) {
     return *static_cast<const T*>(at);
   }
+
+  static constexpr bool kWide = Model::kKvLora % 128 == 0 && Model::kRope % 64 == 0;
 
   void call(StepKernel kernel, void** a) {
     const auto p = [&](int i) { return Parameter{a[i]}; };
@@ -85,7 +90,19 @@ class EmulatedLauncher final : public StepLauncher {
       case StepKernel::kAttendCausal:
         return d::attend<Model, true>(as<d::Batch>(a[0]), p(1), p(2), p(3), as<d::Cache>(a[4]), p(5), p(6), p(7), p(8),
                                       p(9), emulate::cta_memory());
-      case StepKernel::kMerge: return d::merge<Model>(p(0), p(1), p(2), p(3));
+      case StepKernel::kMerge: return d::merge<Model>(static_cast<const float*>(p(0)), p(1), p(2), p(3), p(4), p(5));
+      case StepKernel::kSm90Attend:
+        if constexpr (kWide)
+          d::sm90_attend<Model, false>(as<d::Batch>(a[0]), p(1), p(2), p(3), as<d::Cache>(a[4]), p(5), p(6), p(7), p(8),
+                                       p(9), emulate::cta_memory());
+        return;
+      case StepKernel::kSm90AttendCausal:
+        if constexpr (kWide)
+          d::sm90_attend<Model, true>(as<d::Batch>(a[0]), p(1), p(2), p(3), as<d::Cache>(a[4]), p(5), p(6), p(7), p(8),
+                                      p(9), emulate::cta_memory());
+        return;
+      case StepKernel::kSm90Merge:
+        return d::merge<Model>(static_cast<const unsigned short*>(p(0)), p(1), p(2), p(3), p(4), p(5));
       case StepKernel::kValues: return d::values<Model>(p(0), p(1), p(2), p(3), p(4));
       case StepKernel::kActivate: return d::activate<Model>(p(0), p(1));
       case StepKernel::kPick: return d::pick<Model>(as<d::Batch>(a[0]), as<d::Sampling>(a[1]), p(2));
@@ -99,8 +116,7 @@ class EmulatedLauncher final : public StepLauncher {
     }
   }
 
-  const int sms_;
-  const std::int64_t smem_per_block_;
+  const StepGpu gpu_;
   const std::string text_;
   const std::unique_ptr<step_test::Space> space_ = step_test::host_space();
   StepModel model_;
@@ -115,6 +131,8 @@ std::unique_ptr<step_test::Side> emulated(const Case& c, const DrafterWeights& w
 constexpr auto kTiny = emulated<Tiny::Model>;
 constexpr auto kSwitched = emulated<Switched::Model>;
 constexpr auto kLong = emulated<Long::Model>;
+constexpr auto kWide = emulated<Wide::Model>;
+constexpr auto kWideCausal = emulated<WideCausal::Model>;
 
 TEST(EmulatedStep, tiny) {
   step_test::expect_the_same_step(step_test::tiny_case(), 1, kTiny);
@@ -128,12 +146,24 @@ TEST(EmulatedStep, long_blocks) {
   step_test::expect_the_same_step(step_test::long_case(), 1, kLong);
   step_test::expect_the_same_step(step_test::long_case(), 2, kLong);
 }
+TEST(EmulatedStep, wide) {
+  step_test::expect_the_same_step(step_test::wide_case(), 1, kWide);
+  step_test::expect_the_same_step(step_test::wide_case(), 3, kWide);
+}
+TEST(EmulatedStep, wide_causal) {
+  step_test::expect_the_same_step(step_test::wide_causal_case(), 2, kWideCausal);
+  step_test::expect_the_same_step(step_test::wide_causal_case(), 18, kWideCausal);
+}
 TEST(EmulatedStep, bad_pages_and_bad_numbers_touch_one_request_alone) {
   step_test::expect_bad_pages_and_bad_numbers_touch_one_request_alone(kTiny);
 }
-TEST(EmulatedStep, what_no_row_sees_does_not_matter) { step_test::expect_what_no_row_sees_not_to_matter(kTiny); }
+TEST(EmulatedStep, what_no_row_sees_does_not_matter) {
+  step_test::expect_what_no_row_sees_not_to_matter(step_test::tiny_case(), kTiny);
+  step_test::expect_what_no_row_sees_not_to_matter(step_test::wide_case(), kWide);
+}
 TEST(EmulatedStep, later_rows_do_not_spoil_earlier_ones) {
-  step_test::expect_later_rows_not_to_spoil_earlier_ones(kSwitched);
+  step_test::expect_later_rows_not_to_spoil_earlier_ones(step_test::switched_case(), kSwitched);
+  step_test::expect_later_rows_not_to_spoil_earlier_ones(step_test::wide_causal_case(), kWideCausal);
 }
 TEST(EmulatedStep, a_request_has_the_bits_that_it_has_alone) { step_test::expect_the_bits_of_a_request_alone(kTiny); }
 TEST(EmulatedStep, taps_in_one_buffer_give_the_same_bits) {

@@ -55,8 +55,8 @@ struct Cta {
   const std::function<void()>* const body;
   UnderWay* const launch;  // null: on no stream
   std::vector<std::unique_ptr<Fiber>> fibers;
-  struct alignas(16) Line {
-    std::byte bytes[16];
+  struct alignas(1024) Line {  // as swizzled operands of matrix instructions want it
+    std::byte bytes[1024];
   };
   std::vector<Line> memory;
   bool lets_successor_start = false;

@@ -63,11 +63,18 @@ TEST_F(DrafterStep, long_blocks_are_those_of_the_cpu) {
   step_test::expect_the_same_step(step_test::long_case(), 1, gpu());
   step_test::expect_the_same_step(step_test::long_case(), 2, gpu());
 }
+TEST_F(DrafterStep, wide_is_that_of_the_cpu) {
+  TWOSTEP_NEEDS_CUBLAS();
+  step_test::expect_the_same_step(step_test::wide_case(), 1, gpu());
+  step_test::expect_the_same_step(step_test::wide_case(), 3, gpu());
+  step_test::expect_the_same_step(step_test::wide_causal_case(), 2, gpu());
+  step_test::expect_the_same_step(step_test::wide_causal_case(), 18, gpu());
+}
 TEST_F(DrafterStep, picks_of_a_shard_that_fits_on_no_chip_are_those_of_the_cpu) {
   TWOSTEP_NEEDS_CUBLAS();
   Case c = step_test::switched_case();
   c.config.markov_rank = 7176;  // 16 rows are more than a CTA may have of shared memory
-  ASSERT_TRUE(step_kernel_needed(StepKernel::kPick, step_test::kernel_model(c).model, 132, 227 << 10));
+  ASSERT_TRUE(step_kernel_needed(StepKernel::kPick, step_test::kernel_model(c).model, {132, 227 << 10, true}));
   step_test::expect_the_same_step(c, 2, gpu());
   step_test::expect_the_same_step(c, 18, gpu());
 }
@@ -77,11 +84,13 @@ TEST_F(DrafterStep, the_end_of_the_positions_is_that_of_the_cpu) {
 }
 TEST_F(DrafterStep, what_no_row_sees_does_not_matter) {
   TWOSTEP_NEEDS_CUBLAS();
-  step_test::expect_what_no_row_sees_not_to_matter(gpu());
+  step_test::expect_what_no_row_sees_not_to_matter(step_test::tiny_case(), gpu());
+  step_test::expect_what_no_row_sees_not_to_matter(step_test::wide_case(), gpu());
 }
 TEST_F(DrafterStep, later_rows_do_not_spoil_earlier_ones) {
   TWOSTEP_NEEDS_CUBLAS();
-  step_test::expect_later_rows_not_to_spoil_earlier_ones(gpu());
+  step_test::expect_later_rows_not_to_spoil_earlier_ones(step_test::switched_case(), gpu());
+  step_test::expect_later_rows_not_to_spoil_earlier_ones(step_test::wide_causal_case(), gpu());
 }
 TEST_F(DrafterStep, bad_pages_and_bad_numbers_touch_one_request_alone) {
   TWOSTEP_NEEDS_CUBLAS();
@@ -194,6 +203,7 @@ TEST_F(DrafterGraph, replays_with_other_data_are_the_eager_step) {
   expect_replays_to_be_eager(step_test::tiny_case(), 4, gpu(), stream(), 1000);
   expect_replays_to_be_eager(step_test::switched_case(), 2, gpu(), stream(), 1000);
   expect_replays_to_be_eager(step_test::long_case(), 2, gpu(), stream(), 1000);
+  expect_replays_to_be_eager(step_test::wide_case(), 3, gpu(), stream(), 1000);
 }
 
 TEST_F(DrafterGraph, replays_that_follow_each_other_at_once_repeat_their_bits) {

@@ -7,6 +7,8 @@
 namespace twostep {
 namespace {
 
+constexpr StepGpu kH200 = {132, 227 << 10, true};
+
 StepModel sizes(std::int64_t nope, std::int64_t kv_lora, int ranks = 8) {
   const DrafterConfig config = synth_preset("k3.1");
   DrafterLimits limits;
@@ -31,14 +33,31 @@ TEST(DrafterDevicePhases, sizes_past_the_shared_memory_of_a_kernel_are_refused_b
 }
 
 TEST(DrafterDevicePhases, drafts_are_picked_in_one_launch_where_the_markov_shard_fits_on_chip) {
-  constexpr int kSms = 132, kSmem = 227 << 10;
   const StepModel of_eight = sizes(128, 512), of_four = sizes(128, 512, 4);
-  EXPECT_TRUE(step_kernel_needed(StepKernel::kPicks, of_eight, kSms, kSmem));
-  EXPECT_FALSE(step_kernel_needed(StepKernel::kPick, of_eight, kSms, kSmem));
-  EXPECT_FALSE(step_kernel_needed(StepKernel::kPicks, of_four, kSms, kSmem));
-  EXPECT_TRUE(step_kernel_needed(StepKernel::kPick, of_four, kSms, kSmem));
-  EXPECT_FALSE(step_kernel_needed(StepKernel::kPicks, of_eight, kSms, 99 << 10));  // of sm_120
-  EXPECT_TRUE(step_kernel_needed(StepKernel::kFinish, of_four, kSms, kSmem));
+  EXPECT_TRUE(step_kernel_needed(StepKernel::kPicks, of_eight, kH200));
+  EXPECT_FALSE(step_kernel_needed(StepKernel::kPick, of_eight, kH200));
+  EXPECT_FALSE(step_kernel_needed(StepKernel::kPicks, of_four, kH200));
+  EXPECT_TRUE(step_kernel_needed(StepKernel::kPick, of_four, kH200));
+  EXPECT_FALSE(step_kernel_needed(StepKernel::kPicks, of_eight, {132, 99 << 10, false}));  // of sm_120
+  EXPECT_TRUE(step_kernel_needed(StepKernel::kFinish, of_four, kH200));
+}
+
+TEST(DrafterDevicePhases, attention_is_that_of_sm90_where_its_tiles_fit) {
+  const auto expect = [](const StepModel& model, const StepGpu& gpu, bool wgmma) {
+    for (const StepKernel kernel : {StepKernel::kSm90Attend, StepKernel::kSm90AttendCausal, StepKernel::kSm90Merge})
+      EXPECT_EQ(step_kernel_needed(kernel, model, gpu), wgmma);
+    for (const StepKernel kernel : {StepKernel::kAttend, StepKernel::kAttendCausal, StepKernel::kMerge})
+      EXPECT_EQ(step_kernel_needed(kernel, model, gpu), !wgmma);
+  };
+  expect(sizes(128, 512), kH200, true);
+  expect(sizes(128, 256), kH200, true);
+  expect(sizes(128, 448), kH200, false);
+  expect(sizes(128, 640), kH200, false);
+  expect(sizes(128, 512), {148, 227 << 10, false}, false);  // of sm_100
+  expect(sizes(128, 512), {132, 200 << 10, true}, false);
+  StepModel narrow = sizes(128, 512);
+  narrow.rope = 32;
+  expect(narrow, kH200, false);
 }
 
 }  // namespace

@@ -36,8 +36,10 @@ struct alignas(8) uint2 {
   unsigned x, y;
 };
 inline float2 make_float2(float x, float y) { return {x, y}; }
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 
+inline void __syncwarp() { twostep::emulate::warp_barrier(); }
 inline void __syncthreads() { twostep::emulate::cta_barrier(); }
 template <class T>
 T __shfl_xor_sync(unsigned, T value, int mask) {
@@ -65,10 +67,49 @@ inline void pdl_wait() {
   if (!emulate::pdl_wait_is_skipped) emulate::wait_for_predecessors();
 }
 inline void pdl_launch() { emulate::let_successor_start(); }
+inline int warp_uniform(int v) { return v; }
+inline float exp2_approx(float v) { return std::exp2(v); }
+inline float reciprocal(float v) { return 1 / v; }
 inline float infinity() { return __uint_as_float(0x7f800000u); }
 inline u16 to_bf16(float v) { return float_to_bf16(v); }
 inline float round_bf16(float v) { return bf16_to_float(float_to_bf16(v)); }
 inline u32 pack_bf16(float low, float high) { return u32{to_bf16(low)} | u32{to_bf16(high)} << 16; }
+
+// FP16, rounded to nearest even.
+inline u16 to_f16(float v) {
+  const u16 sign = std::signbit(v) ? 0x8000 : 0;
+  const float a = std::abs(v);
+  if (std::isnan(v)) return 0x7fff;
+  if (a >= 65520) return sign | 0x7c00;
+  const int exponent = a < 0x1p-14f ? -15 : std::ilogb(a);
+  // A significand that rounds up to the next power of two carries into the exponent.
+  const auto bits = exponent < -14 ? int(std::nearbyint(std::ldexp(a, 24)))
+                                   : ((exponent + 15) << 10) + int(std::nearbyint(std::ldexp(a, 10 - exponent))) - 1024;
+  return sign | static_cast<u16>(bits);
+}
+inline u32 pack_f16(float low, float high) { return u32{to_f16(low)} | u32{to_f16(high)} << 16; }
+inline float f16_to_float(u16 v) {
+  const int exponent = v >> 10 & 31, significand = v & 1023;
+  const float a = exponent == 31  ? (significand != 0 ? std::nanf("") : infinity())
+                  : exponent == 0 ? std::ldexp(float(significand), -24)
+                                  : std::ldexp(float(1024 + significand), exponent - 25);
+  return v >> 15 != 0 ? -a : a;
+}
+
+// Among `threads` threads of the CTA.
+inline void named_barrier(u32 id, u32 threads) {
+  struct Barrier {
+    u32 there = 0, phase = 0;
+  };
+  static std::map<std::pair<void*, u32>, Barrier> of_ctas;
+  Barrier& barrier = of_ctas[{emulate::cta_memory(), id}];
+  const u32 phase = barrier.phase;
+  if (++barrier.there == threads) {
+    barrier.there = 0;
+    ++barrier.phase;
+  }
+  while (barrier.phase == phase) emulate::give_way();
+}
 
 // Memory that others write: vectors come and go word by word, and anybody may run in between.
 inline void meanwhile() {
@@ -195,6 +236,19 @@ inline void load_matrices_transposed(u32 (&r)[4], std::uintptr_t address) {
     }
     r[m] = u32{pair[0]} | u32{pair[1]} << 16;
   }
+  emulate::warp_barrier();
+}
+inline void store_matrices_transposed(std::uintptr_t address, u32 a, u32 b) {
+  const unsigned lane = threadIdx.x % 32;
+  emulate::publish(&address, sizeof address);
+  emulate::warp_barrier();
+  const u32 mine[2] = {a, b};
+  for (unsigned m = 0; m < 2; ++m)
+    for (unsigned i = 0; i < 2; ++i) {
+      const auto column = *static_cast<const std::uintptr_t*>(emulate::published(8 * m + 2 * (lane % 4) + i));
+      const auto bits = static_cast<u16>(mine[m] >> 16 * i);
+      std::memcpy(reinterpret_cast<std::byte*>(column) + 2 * (lane / 4), &bits, 2);
+    }
   emulate::warp_barrier();
 }
 inline void mma_16x8x16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
