@@ -283,7 +283,7 @@ __device__ inline void load_sums(const u16* from, float (&v)[8]) {
 
 // o = the parts of the attention, weighted by 2^(base - largest base), over their sum, in their order. `warps` of a
 // CTA, a power of two, share kMergeColumns columns of a row: each has every warps-th part, its loads under way before
-// the weights are known, and their sums meet in their order. Sum: float, as attend() leaves them, or u16 for FP16
+// the weights are known, and their sums meet in a fixed order. Sum: float, as attend() leaves them, or u16 for FP16
 // multiples of a slab's scale, as sm90_attend() does. Grid (requests * kK * kHeads * column blocks * warps / 8 rounded
 // up), block kMergeThreads.
 template <class Model, class Sum>
@@ -292,8 +292,9 @@ __device__ inline void merge(const Sum* sums, const PartStats* stats, int splits
   constexpr int kColumnBlocks = (Model::kKvLora + kMergeColumns - 1) / kMergeColumns;
   constexpr bool kScaled = sizeof(Sum) == 2;
   constexpr int kAtOnce = kScaled ? 9 : 4;  // loads under way: 72 or 32 parts of 8 warps
-  __shared__ float4 part_sums[2][kWarps][kWarp];
-  __shared__ float part_totals[kWarps];
+  // Small enough that CTAs start beside those of sm90_attend(), and are there when these end.
+  __shared__ float4 given[kWarps / 2][2][kWarp];
+  __shared__ float given_total[kWarps / 2];
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   const int of_warp = warp % warps;
   const i64 unit = i64(blockIdx.x) * (kWarps / warps) + warp / warps;
@@ -331,17 +332,23 @@ __device__ inline void merge(const Sum* sums, const PartStats* stats, int splits
       for (int c = 0; c < 8; ++c) sum[c] += weight * scale[i] * value[i][c];
     }
   }
-  part_sums[0][warp][lane] = {sum[0], sum[1], sum[2], sum[3]};
-  part_sums[1][warp][lane] = {sum[4], sum[5], sum[6], sum[7]};
-  if (lane == 0) part_totals[warp] = total;
-  __syncthreads();  // the warps' sums are there
-  if (of_warp != 0 || !inside) return;
-  for (int i = warp + 1; i < warp + warps; ++i) {
-    const float4 a = part_sums[0][i][lane], b = part_sums[1][i][lane];
-    sum[0] += a.x, sum[1] += a.y, sum[2] += a.z, sum[3] += a.w;
-    sum[4] += b.x, sum[5] += b.y, sum[6] += b.z, sum[7] += b.w;
-    total += part_totals[i];
+  for (int half = warps / 2; half > 0; half /= 2) {
+    const int slot = warp / warps * (warps / 2) + of_warp % half;
+    if (of_warp >= half && of_warp < 2 * half) {
+      given[slot][0][lane] = {sum[0], sum[1], sum[2], sum[3]};
+      given[slot][1][lane] = {sum[4], sum[5], sum[6], sum[7]};
+      if (lane == 0) given_total[slot] = total;
+    }
+    __syncthreads();  // the sums of the second half are there
+    if (of_warp < half) {
+      const float4 a = given[slot][0][lane], b = given[slot][1][lane];
+      sum[0] += a.x, sum[1] += a.y, sum[2] += a.z, sum[3] += a.w;
+      sum[4] += b.x, sum[5] += b.y, sum[6] += b.z, sum[7] += b.w;
+      total += given_total[slot];
+    }
+    __syncthreads();  // they may be written again
   }
+  if (of_warp != 0 || !inside) return;
   const float scale = total == 0 ? 0.0f : 1.0f / total;
   *reinterpret_cast<uint4*>(o + row * Model::kKvLora + column) = {
       pack_bf16(sum[0] * scale, sum[1] * scale), pack_bf16(sum[2] * scale, sum[3] * scale),

@@ -22,6 +22,7 @@
 namespace twostep::draft {
 
 constexpr int kSampleThreads = 256;
+constexpr int kFinishThreads = 512;
 constexpr int kSampleWarps = kSampleThreads / kWarp;
 constexpr int kSampleRequests = 8;  // columns of a matrix operand
 constexpr int kTileRows = 16;       // its rows: of W2
@@ -292,16 +293,26 @@ __device__ inline void pick(const Batch& batch, const Sampling& s, int i) {
 
 // After the last draft: its token, and the confidence of all of them. One pass over the weights.
 //   weight [kHidden (+ kMarkovRank)], then the bias; null: no head.   confidence, survival [R, kK]
-// Grid R, block kSampleThreads.
+// Grid R, block kFinishThreads.
 template <class Model>
 __device__ inline void finish(const Batch& batch, const Sampling& s, int ctas, const u16* hidden, const float* weight,
                               const float* calibration, float* confidence, float* survival) {
-  __shared__ float parts[Model::kK][kSampleWarps], of_draft[Model::kK];
+  constexpr int kWarps = kFinishThreads / kWarp;
+  constexpr int kFours =
+      (Model::kHidden / 4 + kFinishThreads - 1) / kFinishThreads;  // of a thread, all under way at once
+  __shared__ float parts[Model::kK][kWarps], of_draft[Model::kK];
   const i64 r = blockIdx.x;
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+  const auto column_of = [](int n) { return 4 * (n * kFinishThreads + int(threadIdx.x)); };
   pdl_launch();
+  float4 of_weight[kFours];
+#pragma unroll
+  for (int n = 0; n < kFours; ++n)
+    of_weight[n] = weight != nullptr && column_of(n) < Model::kHidden
+                       ? *reinterpret_cast<const float4*>(weight + column_of(n))
+                       : make_float4(0, 0, 0, 0);
   pdl_wait();
-  for (int i = warp; i < Model::kK; i += kSampleWarps) {
+  for (int i = warp; i < Model::kK; i += kWarps) {
     if (i == Model::kK - 1) token_before<Model>(s, batch.requests, r, Model::kK, ctas, lane, true);
     u64* words = bests_of(s, batch.requests, r, i, ctas);
     for (int cta = lane; cta < ctas; cta += kWarp) words[cta] = kNoneYet;
@@ -309,12 +320,13 @@ __device__ inline void finish(const Batch& batch, const Sampling& s, int ctas, c
   if (weight == nullptr) return;
 
   float sums[Model::kK] = {};
-#pragma unroll 2
-  for (int c = 4 * threadIdx.x; c < Model::kHidden; c += 4 * kSampleThreads) {
-    const float4 w = *reinterpret_cast<const float4*>(weight + c);
+#pragma unroll
+  for (int n = 0; n < kFours; ++n) {
+    const float4 w = of_weight[n];
+    if (column_of(n) >= Model::kHidden) break;
 #pragma unroll
     for (int i = 0; i < Model::kK; ++i) {
-      const uint2 four = *reinterpret_cast<const uint2*>(hidden + (r * Model::kK + i) * Model::kHidden + c);
+      const uint2 four = *reinterpret_cast<const uint2*>(hidden + (r * Model::kK + i) * Model::kHidden + column_of(n));
       sums[i] += w.x * low_bf16(four.x) + w.y * high_bf16(four.x) + w.z * low_bf16(four.y) + w.w * high_bf16(four.y);
     }
   }
@@ -322,7 +334,7 @@ __device__ inline void finish(const Batch& batch, const Sampling& s, int ctas, c
     i32 before[Model::kK];  // older than the last token, which this launch finds
 #pragma unroll
     for (int i = 0; i < Model::kK; ++i) before[i] = i == 0 ? s.ids[r * Model::kK] : s.tokens[r * Model::kK + i - 1];
-    for (int c = threadIdx.x; c < Model::kMarkovRank; c += kSampleThreads)
+    for (int c = threadIdx.x; c < Model::kMarkovRank; c += kFinishThreads)
 #pragma unroll
       for (int i = 0; i < Model::kK; ++i)
         if (before[i] >= 0)
@@ -337,7 +349,7 @@ __device__ inline void finish(const Batch& batch, const Sampling& s, int ctas, c
   const int i = threadIdx.x;
   if (i < Model::kK) {
     float sum = weight[Model::kHidden + (Model::kConfidenceWithMarkov ? Model::kMarkovRank : 0)];
-    for (int other = 0; other < kSampleWarps; ++other) sum += parts[i][other];
+    for (int other = 0; other < kWarps; ++other) sum += parts[i][other];
     of_draft[i] = s.first_position[r] < 0 ? 0.0f : sigmoid(sum / calibration[i]);
   }
   __syncthreads();  // every confidence is there

@@ -20,9 +20,9 @@ constexpr std::int64_t kPartStats = 40;                                         
 constexpr std::int64_t kAbsorbColumns = 64, kValueColumns = 16, kBlockRows = 16;  // block.cuh
 constexpr std::int64_t kPad = 8, kHalfWarps = 8;                                  // block.cuh
 constexpr std::int64_t kMaxSplits = 256;
-constexpr std::int64_t kTileRows = 16, kPickShared = 31600;  // sample.cuh
-constexpr std::int64_t kPickCtasPerSm = 2;                   // picks: 1
-constexpr std::int64_t kParts = 32;                          // verify.cuh
+constexpr std::int64_t kTileRows = 16, kPickShared = 31600, kFinishThreads = 512;  // sample.cuh
+constexpr std::int64_t kPickCtasPerSm = 2;                                         // picks: 1
+constexpr std::int64_t kParts = 32;                                                // verify.cuh
 
 std::int64_t pieces(std::int64_t size, std::int64_t piece) { return (size + piece - 1) / piece; }
 
@@ -113,8 +113,8 @@ const KernelText& text_of(StepKernel kernel) {
       {"finish", "sample",
        "Batch batch, Sampling sampling, int ctas, const u16* hidden, const float* weight, const float* calibration, "
        "float* confidence, float* survival",
-       "finish<Model>(batch, sampling, ctas, hidden, weight, calibration, confidence, survival)", 256,
-       "kSampleThreads == 256"},
+       "finish<Model>(batch, sampling, ctas, hidden, weight, calibration, confidence, survival)", kFinishThreads,
+       "kFinishThreads == 512"},
       {"row_statistics", "verify", "Batch batch, Verify verify", "row_statistics<Model>(batch, verify)", kVerifyThreads,
        "kVerifyThreads == 256 && kParts == 32"},
       {"residual_mass", "verify", "Batch batch, Verify verify", "residual_mass<Model>(batch, verify)", kVerifyThreads,
