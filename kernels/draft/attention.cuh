@@ -281,13 +281,14 @@ __device__ inline void load_sums(const u16* from, float (&v)[8]) {
   for (int i = 0; i < 8; ++i) v[i] = f16_to_float(u16(i % 2 == 0 ? two[i / 2] : two[i / 2] >> 16));
 }
 
-// o = the parts of the attention, weighted by 2^(base - largest base), over their sum, in their order. `warps` of a
-// CTA, a power of two, share kMergeColumns columns of a row: each has every warps-th part, its loads under way before
-// the weights are known, and their sums meet in a fixed order. Sum: float, as attend() leaves them, or u16 for FP16
-// multiples of a slab's scale, as sm90_attend() does. Grid (requests * kK * kHeads * column blocks * warps / 8 rounded
-// up), block kMergeThreads.
+// o = the parts of the attention, weighted by 2^(base - largest base), over their sum. 2^warps_log2 warps of a CTA
+// share kMergeColumns columns of a row: each has its share of the parts, their loads under way before the weights are
+// known, and their sums meet in a fixed order. Sum: float, as attend() leaves them, or u16 for FP16 multiples of a
+// slab's scale, as sm90_attend() does. Grid (requests * kK * kHeads * column blocks * 2^warps_log2 / 8 rounded up),
+// block kMergeThreads.
 template <class Model, class Sum>
-__device__ inline void merge(const Sum* sums, const PartStats* stats, int splits, i64 requests, int warps, u16* o) {
+__device__ inline void merge(const Sum* sums, const PartStats* stats, int splits, i64 requests, int warps_log2,
+                             u16* o) {
   constexpr int kRows = Model::kK * Model::kHeads, kWarps = kMergeThreads / kWarp;
   constexpr int kColumnBlocks = (Model::kKvLora + kMergeColumns - 1) / kMergeColumns;
   constexpr bool kScaled = sizeof(Sum) == 2;
@@ -296,8 +297,8 @@ __device__ inline void merge(const Sum* sums, const PartStats* stats, int splits
   __shared__ float4 given[kWarps / 2][2][kWarp];
   __shared__ float given_total[kWarps / 2];
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-  const int of_warp = warp % warps;
-  const i64 unit = i64(blockIdx.x) * (kWarps / warps) + warp / warps;
+  const int warps = 1 << warps_log2, of_warp = warp & (warps - 1);
+  const i64 unit = (i64(blockIdx.x) * kWarps + warp) >> warps_log2;
   const i64 row = unit / kColumnBlocks;  // of all requests
   const int column = int(unit % kColumnBlocks) * kMergeColumns + 8 * lane;
   const bool is = row < requests * kRows, inside = is && column < Model::kKvLora;
@@ -333,7 +334,7 @@ __device__ inline void merge(const Sum* sums, const PartStats* stats, int splits
     }
   }
   for (int half = warps / 2; half > 0; half /= 2) {
-    const int slot = warp / warps * (warps / 2) + of_warp % half;
+    const int slot = (warp - of_warp) / 2 + (of_warp & (half - 1));
     if (of_warp >= half && of_warp < 2 * half) {
       given[slot][0][lane] = {sum[0], sum[1], sum[2], sum[3]};
       given[slot][1][lane] = {sum[4], sum[5], sum[6], sum[7]};

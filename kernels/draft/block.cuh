@@ -7,27 +7,37 @@
 
 namespace twostep::draft {
 
-// ids, position [M] of the block's rows (-1: padding), end [R] of the keys that they read, first [R] position.
-// Grid R, block kRowThreads.
+// What a request's block starts from; not good where the numbers of the request make no sense.
+struct Start {
+  i64 position;  // of its first row
+  i32 anchor;
+  bool good;
+};
 template <class Model>
-__device__ inline void queries(const Batch& batch, Cache cache, i32* ids, i64* position, i64* end, i64* first,
-                               i32* status) {
-  pdl_launch();
-  pdl_wait();
-  const i64 r = blockIdx.x;
+__device__ inline Start start_of(const Batch& batch, i64 r) {
   const Rows rows = rows_of(batch, r);
-  const i64 p = rows.good ? batch.positions[rows.first + rows.valid - 1] : -1;
+  const i64 last = rows.good ? batch.positions[rows.first + rows.valid - 1] : -1;
   const i32 anchor = batch.anchor[r];
-  const bool good = p >= 0 && p < Model::kMaxLen && anchor >= 0 && anchor < Model::kVocab;
-  const i64 behind = !good ? 0 : p + 1 + Model::kK < Model::kMaxLen ? p + 1 + Model::kK : i64(Model::kMaxLen);
+  return {last + 1, anchor, last >= 0 && last < Model::kMaxLen && anchor >= 0 && anchor < Model::kVocab};
+}
+
+// ids, position [M] of the block's rows (-1: padding), end [R] of the keys that they read, first [R] position.
+// By a CTA of kRowThreads.
+template <class Model>
+__device__ inline void tell_queries(const Batch& batch, i64 r, Cache cache, i32* ids, i64* position, i64* end,
+                                    i64* first, i32* status) {
+  const Start start = start_of<Model>(batch, r);
+  const i64 behind = !start.good                                   ? 0
+                     : start.position + Model::kK < Model::kMaxLen ? start.position + Model::kK
+                                                                   : i64(Model::kMaxLen);
   if (threadIdx.x == 0) {
-    if (batch.request[r] >= 0 && !good) atomicOr(status + r, kBadInput);
-    first[r] = good ? p + 1 : -1;
+    if (batch.request[r] >= 0 && !start.good) atomicOr(status + r, kBadInput);
+    first[r] = start.good ? start.position : -1;
     end[r] = behind;
   }
   for (int j = threadIdx.x; j < Model::kK; j += kRowThreads) {
-    ids[r * Model::kK + j] = !good ? 0 : j == 0 ? anchor : Model::kMaskToken;
-    position[r * Model::kK + j] = good ? p + 1 + j : -1;
+    ids[r * Model::kK + j] = !start.good ? 0 : j == 0 ? start.anchor : Model::kMaskToken;
+    position[r * Model::kK + j] = start.good ? start.position + j : -1;
   }
   // Keys on bad pages are not visible; one look per page tells the host.
   bool bad = false;
@@ -36,17 +46,21 @@ __device__ inline void queries(const Batch& batch, Cache cache, i32* ids, i64* p
   if (bad) atomicOr(status + r, kBadPage);
 }
 
-// residual = embed[ids], x = RMSNorm(residual).   table [rows, kHidden] from token first on; others are another rank's
-// and count as zero.   Grid M, block kRowThreads.
+// residual = embed[ids], x = RMSNorm(residual).   table [rows, kHidden] from token first_token on; others are another
+// rank's and count as zero.   Grid R + M, block kRowThreads: the first R CTAs tell what the others find for themselves.
 template <class Model>
-__device__ inline void embed(const i32* ids, const u16* table, i64 table_stride, i64 first, i64 rows, const float* norm,
-                             u16* residual, u16* x) {
+__device__ inline void embed(const Batch& batch, Cache cache, i32* ids, i64* position, i64* end, i64* first,
+                             i32* status, const u16* table, i64 table_stride, i64 first_token, i64 rows,
+                             const float* norm, u16* residual, u16* x) {
   __shared__ float parts[kRowThreads / kWarp];
-  const i64 row = blockIdx.x;
+  const i64 row = i64(blockIdx.x) - batch.requests;
   pdl_launch();
   const NormWeight<Model::kHidden, kRowThreads> weight(norm);
   pdl_wait();
-  const i64 token = ids[row] - first;
+  if (row < 0) return tell_queries<Model>(batch, blockIdx.x, cache, ids, position, end, first, status);
+  const Start start = start_of<Model>(batch, row / Model::kK);
+  const i64 id = !start.good ? 0 : row % Model::kK == 0 ? start.anchor : Model::kMaskToken;
+  const i64 token = id - first_token;
   Row<Model::kHidden, kRowThreads> held;
   if (token >= 0 && token < rows) held.load_any(table + token * table_stride);
   else held.clear();

@@ -57,6 +57,7 @@ __device__ inline void sm90_attend(const Batch& batch, const u16* q, const i64* 
   constexpr float kLogScale = kLog2E * Model::kScale;
   static_assert(Model::kCacheWidth % kChunk == 0 && Model::kKvLora % (kGroups * kChunk) == 0);
   static_assert(kGroups * 4 == kSlabs && sizeof(Shared::keys) >= 2 * kQueryColumns * Shared::kSumsPitch);
+  constexpr int kTileBytes = 2 * kKeys * kChunk, kQBytes = 2 * kQueryColumns * kChunk;  // of a chunk
   auto& s = *static_cast<Shared*>(memory);
   const int group = warp_uniform(threadIdx.x / kGroupThreads), thread = threadIdx.x % kGroupThreads;
   const int warp = thread / kWarp, lane = thread % kWarp;
@@ -77,9 +78,15 @@ __device__ inline void sm90_attend(const Batch& batch, const u16* q, const i64* 
   const auto fetch = [&](u32 tile, int stage) {  // three groups of copies, whatever there is
     const int piece = threadIdx.x % 8;
     constexpr int kAtOnce = kSm90AttendThreads / 8, kOfThread = kKeys / kAtOnce;
-    i64 place[kOfThread];
+    const u16* from[kOfThread];
+    bool is[kOfThread];
 #pragma unroll
-    for (int i = 0; i < kOfThread; ++i) place[i] = s.place[threadIdx.x / 8 + i * kAtOnce];
+    for (int i = 0; i < kOfThread; ++i) {
+      const i64 place = s.place[threadIdx.x / 8 + i * kAtOnce];
+      is[i] = place >= 0;
+      from[i] = cache.data + (is[i] ? place : 0) + 8 * piece;
+    }
+    const auto to = smem_address(&s.keys[stage][0][threadIdx.x / 8][swizzled(threadIdx.x / 8, piece)]);
 #pragma unroll
     for (int third = 0; third < 3; ++third) {
       if (tile < part.stop) {
@@ -88,11 +95,8 @@ __device__ inline void sm90_attend(const Batch& batch, const u16* q, const i64* 
 #pragma unroll
           for (int c = of_half; c < kChunks; c += kSecond)  // the one in the middle comes last
 #pragma unroll
-            for (int i = 0; i < kOfThread; ++i) {
-              const int key = threadIdx.x / 8 + i * kAtOnce;
-              copy_async(smem_address(&s.keys[stage][c][key][swizzled(key, piece)]),
-                         cache.data + (place[i] < 0 ? 0 : place[i]) + kChunk * c + 8 * piece, place[i] >= 0);
-            }
+            for (int i = 0; i < kOfThread; ++i)
+              copy_async(to + c * kTileBytes + i * kAtOnce * 2 * kChunk, from[i] + kChunk * c, is[i]);
       }
       copy_async_commit();
     }
@@ -101,10 +105,14 @@ __device__ inline void sm90_attend(const Batch& batch, const u16* q, const i64* 
 
   // ---- Load q while the first keys are looked up
   const u16* q_rows = q + (r * kRows + first_row) * Model::kCacheWidth;
-  for (int i = threadIdx.x; i < kQueryColumns * kPieces; i += kSm90AttendThreads) {
-    const int row = i / kPieces, piece = i % kPieces;
+  const int q_piece = threadIdx.x % 8;
+#pragma unroll 1
+  for (int row = threadIdx.x / 8; row < kQueryColumns; row += kSm90AttendThreads / 8) {
     const bool is = first_row + row < kRows;
-    copy_async(smem_address(&s.q[piece / 8][row][swizzled(row, piece % 8)]), is ? q_rows + 8 * i : q, is);
+    const u16* from = q_rows + (is ? row : 0) * Model::kCacheWidth + 8 * q_piece;
+    const auto to = smem_address(&s.q[0][row][swizzled(row, q_piece)]);
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) copy_async(to + c * kQBytes, from + kChunk * c, is);
   }
   __syncthreads();  // places are there
   fetch(part.begin, 0);
@@ -117,7 +125,6 @@ __device__ inline void sm90_attend(const Batch& batch, const u16* q, const i64* 
   if (threadIdx.x < kQueryColumns) s.base[0][threadIdx.x] = -infinity();
 
   const u64 q_of = wgmma_operand(smem_address(s.q)), p_of = wgmma_operand(smem_address(s.p));
-  constexpr int kTileBytes = 2 * kKeys * kChunk, kQBytes = 2 * kQueryColumns * kChunk;  // of a chunk
   float acc[kBlocks][2 * kColumns] = {};  // [64 columns of o][4 g + 2 (row + 8) + (column + 1)]
   float total[kOwn] = {};                 // of exponentials of this thread's keys
   int stage = 0;
@@ -238,13 +245,13 @@ __device__ inline void sm90_attend(const Batch& batch, const u16* q, const i64* 
     }
 #pragma unroll
     for (int i = 0; i < 2 * kOwn; ++i) score[i] = exp2_approx(fmaf(score[i], kLogScale, -most[i / 4 * 2 + i % 2]));
+    const auto p_rows =
+        smem_address(&s.p[group * Shared::kOfGroup + lane % 8][swizzled(lane % 8, 2 * warp + lane / 8 % 2)]);
 #pragma unroll
     for (int g = 0; g < kOwn / 2; ++g) {
       total[2 * g] += score[4 * g] + score[4 * g + 2];
       total[2 * g + 1] += score[4 * g + 1] + score[4 * g + 3];
-      const int row = group * Shared::kOfGroup + 8 * g + lane % 8;
-      store_matrices_transposed(smem_address(&s.p[row][swizzled(row, 2 * warp + lane / 8 % 2)]),
-                                pack_bf16(score[4 * g], score[4 * g + 1]),
+      store_matrices_transposed(p_rows + g * 8 * 2 * kKeys, pack_bf16(score[4 * g], score[4 * g + 1]),
                                 pack_bf16(score[4 * g + 2], score[4 * g + 3]));
     }
     fence_proxy_async();
@@ -322,6 +329,8 @@ __device__ inline void sm90_attend(const Batch& batch, const u16* q, const i64* 
 
   // ---- Store, through shared memory: there the rows of o^T become columns
   auto* o_of = reinterpret_cast<u16*>(s.keys);
+  const auto o_rows =
+      smem_address(&o_of[lane % 8 * Shared::kSumsPitch + group * kBlocks * kChunk + 16 * warp + lane / 8 % 2 * 8]);
 #pragma unroll
   for (int m = 0; m < kBlocks; ++m)
 #pragma unroll
@@ -330,9 +339,7 @@ __device__ inline void sm90_attend(const Batch& batch, const u16* q, const i64* 
         const float a = acc[m][4 * g + 2 * half] * scale[2 * g], b = acc[m][4 * g + 2 * half + 1] * scale[2 * g + 1];
         return splits == 1 ? pack_bf16(a, b) : pack_f16(a, b);
       };
-      const int column = (group * kBlocks + m) * kChunk + 16 * warp + lane / 8 % 2 * 8;
-      store_matrices_transposed(smem_address(&o_of[(8 * g + lane % 8) * Shared::kSumsPitch + column]), pack(0),
-                                pack(1));
+      store_matrices_transposed(o_rows + 2 * (kChunk * m + 8 * g * Shared::kSumsPitch), pack(0), pack(1));
     }
   if (splits > 1 && threadIdx.x < kQueryColumns && first_row + int(threadIdx.x) < kRows) {
     stats[first_of_part + threadIdx.x].base = s.base[stage][threadIdx.x];

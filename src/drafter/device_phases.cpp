@@ -48,12 +48,12 @@ const KernelText& text_of(StepKernel kernel) {
        "frequency, "
        "i32* status",
        "cache_context<Model>(batch, kv, caches, norms, cache, frequency, status)", kRowThreads, "kRowThreads == 256"},
-      {"queries", "block", "Batch batch, Cache cache, i32* ids, i64* position, i64* end, i64* first, i32* status",
-       "queries<Model>(batch, cache, ids, position, end, first, status)", kRowThreads, "kRowThreads == 256"},
       {"embed", "block",
-       "const i32* ids, const u16* table, i64 table_stride, i64 first, i64 rows, const float* norm, u16* residual, "
-       "u16* x",
-       "embed<Model>(ids, table, table_stride, first, rows, norm, residual, x)", kRowThreads, "kRowThreads == 256"},
+       "Batch batch, Cache cache, i32* ids, i64* position, i64* end, i64* first, i32* status, const u16* table, i64 "
+       "table_stride, i64 first_token, i64 rows, const float* norm, u16* residual, u16* x",
+       "embed<Model>(batch, cache, ids, position, end, first, status, table, table_stride, first_token, rows, norm, "
+       "residual, x)",
+       kRowThreads, "kRowThreads == 256"},
       {"add_norm", "block", "const u16* o, const float* norm, u16* residual, u16* out",
        "add_norm<Model>(o, norm, residual, out)", kRowThreads, "kRowThreads == 256"},
       {"latents", "block",
@@ -80,8 +80,9 @@ const KernelText& text_of(StepKernel kernel) {
        kAttendThreads,
        "kQueryRows == 32 && kKeys == 64 && kStages == 2 && kScoreSlices == 4 && kAttendThreads == 512 && "
        "sizeof(PartStats) == 40"},
-      {"merge", "attention", "const float* sums, const PartStats* stats, int splits, i64 requests, int warps, u16* o",
-       "merge<Model>(sums, stats, splits, requests, warps, o)", kMergeThreads,
+      {"merge", "attention",
+       "const float* sums, const PartStats* stats, int splits, i64 requests, int warps_log2, u16* o",
+       "merge<Model>(sums, stats, splits, requests, warps_log2, o)", kMergeThreads,
        "kMergeThreads == 256 && kMergeColumns == 256"},
       {"sm90_attend", "sm90_attention",
        "Batch batch, const u16* q, const i64* position, const i64* end, Cache cache, i64 window, int splits, u16* o, "
@@ -98,8 +99,8 @@ const KernelText& text_of(StepKernel kernel) {
        "sums, stats, memory)",
        kSm90AttendThreads, "kQueryColumns == 48 && kSm90AttendThreads == 256 && sizeof(PartStats) == 40"},
       {"sm90_merge", "attention",
-       "const u16* sums, const PartStats* stats, int splits, i64 requests, int warps, u16* o",
-       "merge<Model>(sums, stats, splits, requests, warps, o)", kMergeThreads,
+       "const u16* sums, const PartStats* stats, int splits, i64 requests, int warps_log2, u16* o",
+       "merge<Model>(sums, stats, splits, requests, warps_log2, o)", kMergeThreads,
        "kMergeThreads == 256 && kMergeColumns == 256"},
       {"values", "block", "const u16* o, const u16* kv_b, const u16* gate, i64 rows, u16* out",
        "values<Model>(o, kv_b, gate, rows, out)", 256,
@@ -208,18 +209,16 @@ class DevicePhases final : public StepPhases {
 
   // ---- draft
 
-  void queries(const StepBatch& batch, Stream stream) override {
-    StepBatch on_device = batch;
-    DeviceCache cache = cache_of(nullptr);
-    void* arguments[] = {&on_device, &cache, &b_.ids, &b_.sequence_position, &b_.end, &b_.first_position, &b_.status};
-    launch(StepKernel::kQueries, {batch.requests, 1, 1}, stream, arguments);
-  }
+  void queries(const StepBatch&, Stream) override {}  // `embed` does it
 
   void embed(const StepBatch& batch, Stream stream) override {
-    void* arguments[] = {&b_.ids,         &w_.embed,      &w_.embed_stride,
-                         &w_.embed_first, &w_.embed_rows, &w_.layers[0].input_norm,
-                         &b_.residual,    &b_.x};
-    launch(StepKernel::kEmbed, {batch.requests * m_.k, 1, 1}, stream, arguments);
+    StepBatch on_device = batch;
+    DeviceCache cache = cache_of(nullptr);
+    void* arguments[] = {
+        &on_device,   &cache,    &b_.ids,          &b_.sequence_position, &b_.end,        &b_.first_position,
+        &b_.status,   &w_.embed, &w_.embed_stride, &w_.embed_first,       &w_.embed_rows, &w_.layers[0].input_norm,
+        &b_.residual, &b_.x};
+    launch(StepKernel::kEmbed, {batch.requests * (1 + m_.k), 1, 1}, stream, arguments);
   }
 
   void latents(const StepBatch& batch, std::size_t layer, Stream stream) override {
@@ -253,12 +252,12 @@ class DevicePhases final : public StepPhases {
     if (splits == 1) return;
     // A row's parts are shared by so many warps that each has them all under way at once.
     const std::int64_t at_once = wgmma_ ? 9 : 4;
-    std::int32_t warps = 1;
-    while (warps < kMergeThreads / 32 && warps * at_once < splits) warps *= 2;
+    std::int32_t log2 = 0;
+    while ((32 << log2) < kMergeThreads && (at_once << log2) < splits) ++log2;
     std::int64_t requests = batch.requests;
-    void* parts[] = {&sums_, &stats_, &splits, &requests, &warps, &b_.attended};
+    void* parts[] = {&sums_, &stats_, &splits, &requests, &log2, &b_.attended};
     const std::int64_t units = requests * m_.k * m_.heads * pieces(m_.kv_lora, kMergeColumns);
-    launch(wgmma_ ? StepKernel::kSm90Merge : StepKernel::kMerge, {pieces(units * warps, kMergeThreads / 32), 1, 1},
+    launch(wgmma_ ? StepKernel::kSm90Merge : StepKernel::kMerge, {pieces(units << log2, kMergeThreads / 32), 1, 1},
            stream, parts);
   }
 

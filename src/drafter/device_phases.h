@@ -15,7 +15,6 @@ enum class StepKernel : std::uint8_t {
   kNormContext,
   kBeginIngest,
   kCacheContext,
-  kQueries,
   kEmbed,
   kAddNorm,
   kLatents,
@@ -36,7 +35,7 @@ enum class StepKernel : std::uint8_t {
   kDraw,
   kEmit,
 };
-inline constexpr int kNumStepKernels = 24;
+inline constexpr int kNumStepKernels = 23;
 
 // What the kernels are compiled for: the model as named constants.
 struct StepKernelModel {

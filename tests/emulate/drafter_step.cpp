@@ -77,9 +77,9 @@ class EmulatedLauncher final : public StepLauncher {
       case StepKernel::kBeginIngest: return d::begin_ingest(as<d::Batch>(a[0]), p(1));
       case StepKernel::kCacheContext:
         return d::cache_context<Model>(as<d::Batch>(a[0]), p(1), p(2), p(3), as<d::Cache>(a[4]), p(5), p(6));
-      case StepKernel::kQueries:
-        return d::queries<Model>(as<d::Batch>(a[0]), as<d::Cache>(a[1]), p(2), p(3), p(4), p(5), p(6));
-      case StepKernel::kEmbed: return d::embed<Model>(p(0), p(1), p(2), p(3), p(4), p(5), p(6), p(7));
+      case StepKernel::kEmbed:
+        return d::embed<Model>(as<d::Batch>(a[0]), as<d::Cache>(a[1]), p(2), p(3), p(4), p(5), p(6), p(7), p(8), p(9),
+                               p(10), p(11), p(12), p(13));
       case StepKernel::kAddNorm: return d::add_norm<Model>(p(0), p(1), p(2), p(3));
       case StepKernel::kLatents:
         return d::latents<Model>(as<d::Batch>(a[0]), p(1), p(2), p(3), p(4), p(5), as<d::Cache>(a[6]), p(7));
