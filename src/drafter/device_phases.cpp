@@ -98,13 +98,13 @@ const KernelText& text_of(StepKernel kernel) {
        "window, splits, o, "
        "sums, stats, memory)",
        kSm90AttendThreads, "kQueryColumns == 48 && kSm90AttendThreads == 256 && sizeof(PartStats) == 40"},
+      {"sm90_merge", "attention",
+       "const u16* sums, const PartStats* stats, int splits, i64 requests, int warps_log2, u16* o",
+       "merge<Model>(sums, stats, splits, requests, warps_log2, o)", kMergeThreads,
+       "kMergeThreads == 256 && kMergeColumns == 256"},
       {"values", "block", "const u16* o, const u16* kv_b, const u16* gate, i64 rows, u16* out",
        "values<Model>(o, kv_b, gate, rows, out)", 256,
        "kValueColumns == 16 && kBlockRows == 16 && kHalfThreads == 256"},
-      {"merge_values", "merge_values",
-       "const u16* sums, const PartStats* stats, int splits, const u16* kv_b, const u16* gate, i64 rows, u16* out",
-       "extern __shared__ uint4 memory[];\n  merge_values<Model>(sums, stats, splits, kv_b, gate, rows, out, memory)",
-       256, "kValueColumns == 16 && kBlockRows == 16 && kHalfThreads == 256 && sizeof(PartStats) == 40"},
       {"activate", "block", "const u16* gate_up, u16* out", "activate<Model>(gate_up, out)", kActivateColumns},
       {"pick", "sample", "Batch batch, Sampling sampling, int i", "pick<Model>(batch, sampling, i)", 256,
        "kSampleThreads == 256 && kTileRows == 16"},
@@ -249,28 +249,22 @@ class DevicePhases final : public StepPhases {
                               : w.causal ? StepKernel::kAttendCausal
                                          : StepKernel::kAttend;
     launch(kernel, {query_tiles(), splits, batch.requests}, stream, arguments);
-    if (splits == 1 || wgmma_) return;
+    if (splits == 1) return;
     // A row's parts are shared by so many warps that each has them all under way at once.
-    constexpr std::int64_t kAtOnce = 4;
+    const std::int64_t at_once = wgmma_ ? 9 : 4;
     std::int32_t log2 = 0;
-    while ((32 << log2) < kMergeThreads && (kAtOnce << log2) < splits) ++log2;
+    while ((32 << log2) < kMergeThreads && (at_once << log2) < splits) ++log2;
     std::int64_t requests = batch.requests;
     void* parts[] = {&sums_, &stats_, &splits, &requests, &log2, &b_.attended};
     const std::int64_t units = requests * m_.k * m_.heads * pieces(m_.kv_lora, kMergeColumns);
-    launch(StepKernel::kMerge, {pieces(units << log2, kMergeThreads / 32), 1, 1}, stream, parts);
+    launch(wgmma_ ? StepKernel::kSm90Merge : StepKernel::kMerge, {pieces(units << log2, kMergeThreads / 32), 1, 1},
+           stream, parts);
   }
 
   void values(const StepBatch& batch, std::size_t layer, Stream stream) override {
     std::int64_t rows = batch.requests * m_.k;
-    auto splits = static_cast<std::int32_t>(splits_of(batch.requests));
-    const Grid grid{pieces(m_.v, kValueColumns), m_.heads, pieces(rows, kBlockRows)};
-    if (wgmma_ && splits > 1) {
-      void* arguments[] = {&sums_, &stats_, &splits, &w_.layers[layer].kv_b, &b_.gate, &rows, &b_.values};
-      launch(StepKernel::kMergeValues, grid, stream, arguments);
-      return;
-    }
     void* arguments[] = {&b_.attended, &w_.layers[layer].kv_b, &b_.gate, &rows, &b_.values};
-    launch(StepKernel::kValues, grid, stream, arguments);
+    launch(StepKernel::kValues, {pieces(m_.v, kValueColumns), m_.heads, pieces(rows, kBlockRows)}, stream, arguments);
   }
 
   void add_norm(const StepBatch& batch, const float* weight, std::uint16_t* out, Stream stream) override {
@@ -476,8 +470,6 @@ std::int64_t step_kernel_smem(StepKernel kernel, const StepModel& m, const StepG
                         4 * kQueryColumns * kKeys + 4 * 9 * kQueryColumns + 8 * kKeys + 8 * kKeys,
                     16) *
              16;
-    case StepKernel::kMergeValues:  // ValuesShared of kernels/draft/block.cuh
-      return 2 * (kBlockRows + kValueColumns) * (m.kv_lora + kPad) + 4 * kHalfWarps * kBlockRows * kValueColumns;
     default: return 0;
   }
 }
@@ -487,12 +479,9 @@ bool step_kernel_possible(StepKernel kernel, const StepModel& m, const StepGpu& 
     case StepKernel::kPicks: return step_kernel_smem(kernel, m, gpu) <= gpu.smem_per_block;
     case StepKernel::kSm90Attend:
     case StepKernel::kSm90AttendCausal:
-    case StepKernel::kMergeValues: {  // up to four blocks of o^T in registers; merging, vectors of 8 for lanes
-      const std::int64_t ctas = m.v / kValueColumns, vectors = ctas > 0 ? m.kv_lora / ctas / 8 : 0;
-      return gpu.wgmma && m.kv_lora % 128 == 0 && m.kv_lora <= 512 && m.rope % 64 == 0 && m.v % kValueColumns == 0 &&
-             (ctas == 1 || ctas == 2 || ctas == 4 || ctas == 8) && vectors > 0 && 32 % vectors == 0 &&
+    case StepKernel::kSm90Merge:  // up to four blocks of o^T in registers
+      return gpu.wgmma && m.kv_lora % 128 == 0 && m.kv_lora <= 512 && m.rope % 64 == 0 &&
              step_kernel_smem(StepKernel::kSm90Attend, m, gpu) <= gpu.smem_per_block;
-    }
     default: return true;
   }
 }
@@ -503,13 +492,9 @@ bool step_kernel_needed(StepKernel kernel, const StepModel& m, const StepGpu& gp
     case StepKernel::kPick: return without(StepKernel::kPicks);
     case StepKernel::kAttend: return without(StepKernel::kSm90Attend);
     case StepKernel::kAttendCausal: return without(StepKernel::kSm90AttendCausal);
-    case StepKernel::kMerge: return without(StepKernel::kMergeValues);
+    case StepKernel::kMerge: return without(StepKernel::kSm90Merge);
     default: return step_kernel_possible(kernel, m, gpu);
   }
-}
-
-std::uint32_t step_kernel_cluster(StepKernel kernel, const StepModel& m) {
-  return kernel == StepKernel::kMergeValues ? static_cast<std::uint32_t>(m.v / kValueColumns) : 1;
 }
 
 std::uint32_t step_kernel_threads(StepKernel kernel) { return static_cast<std::uint32_t>(text_of(kernel).threads); }
