@@ -144,7 +144,7 @@ template <class Model>
 __device__ inline void absorb(const u16* q, const u16* kv_b, const i64* position, const float* frequency, i64 rows,
                               u16* out) {
   constexpr int kDepth = (Model::kNope + 31) / 32 * 32;  // two steps of 16 at once
-  alignas(16) __shared__ u16 shared_q[kBlockRows][kDepth + kPad], shared_w[kDepth][kAbsorbColumns + kPad];
+  alignas(16) __shared__ u16 shared_w[kDepth][kAbsorbColumns + kPad];
   const int head = blockIdx.y, warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   const int column = blockIdx.x * kAbsorbColumns;
   const i64 first = i64(blockIdx.z) * kBlockRows;
@@ -170,23 +170,28 @@ __device__ inline void absorb(const u16* q, const u16* kv_b, const i64* position
   copy_rows_async<kDepth, kAbsorbColumns>(
       shared_w, kv_b + i64(head) * (Model::kNope + Model::kV) * Model::kKvLora + column, Model::kKvLora,
       [column](int d, int c) { return d < Model::kNope && column + c < Model::kKvLora; });
-  pdl_wait();
-  copy_rows_async<kBlockRows, kDepth>(shared_q, q_rows, kQStride,
-                                      [count](int row, int d) { return row < count && d < Model::kNope; });
   copy_async_commit();
+  pdl_wait();
+  // q straight into operands: with W alone in shared memory, CTAs of the attention start beside these.
+  u32 a[kDepth / 16][4];
+#pragma unroll
+  for (int step = 0; step < kDepth / 16; ++step)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int row = lane / 4 + i % 2 * 8, d = 16 * step + i / 2 * 8 + lane % 4 * 2;
+      a[step][i] = row < count && d < Model::kNope ? *reinterpret_cast<const u32*>(q_rows + row * kQStride + d) : 0u;
+    }
   copy_async_wait<0>();
-  __syncthreads();  // q and W are there
+  __syncthreads();  // W is there
 
   // ---- Multiply: a warp has 16 rows and 8 columns
   float sums[4] = {};
 #pragma unroll
   for (int d = 0; d < kDepth; d += 32) {
-    u32 low[4], high[4], b[4];
-    load_matrices(low, smem_address(&shared_q[lane % 16][d + lane / 16 * 8]));
-    load_matrices(high, smem_address(&shared_q[lane % 16][d + 16 + lane / 16 * 8]));
+    u32 b[4];
     load_matrices_transposed(b, smem_address(&shared_w[d + lane][8 * warp]));
-    mma_16x8x16(sums, low, b[0], b[1]);
-    mma_16x8x16(sums, high, b[2], b[3]);
+    mma_16x8x16(sums, a[d / 16], b[0], b[1]);
+    mma_16x8x16(sums, a[d / 16 + 1], b[2], b[3]);
   }
 
   // ---- Store

@@ -50,10 +50,10 @@ struct Rows {
 
 // The context rows of a request that were not rejected.
 __device__ inline Rows rows_of(const Batch& batch, i64 r) {
-  const Rows none = {0, 0, false};
-  if (batch.request[r] < 0) return none;
+  const i32 request = batch.request[r];  // no load waits for another
   const i64 first = batch.row_start[r], rows = i64(batch.row_start[r + 1]) - first, rejected = batch.rejected[r];
-  if (first < 0 || rows < 1 || first + rows > batch.rows || rejected < 0 || rejected >= rows) return none;
+  if (request < 0 || first < 0 || rows < 1 || first + rows > batch.rows || rejected < 0 || rejected >= rows)
+    return {0, 0, false};
   return {first, rows - rejected, true};
 }
 

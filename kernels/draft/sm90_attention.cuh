@@ -28,12 +28,14 @@ struct Sm90AttendShared {
   static constexpr int kSumsPitch = Model::kKvLora + 8;  // elements: the rows of a matrix fall into other banks
   u16 q[kChunks][kQueryColumns][kChunk];
   u16 keys[2][kChunks][kKeys][kChunk];  // of two tiles; at the end, o [kQueryColumns][kSumsPitch]
-  u16 p[kQueryColumns][kKeys];
-  float4 scores[kGroups][kOfGroup / 8][kGroupThreads];  // for the other group
-  float of_warp[4][kQueryColumns];                      // largest score of a warp's keys; at the end, its sum
-  float base[2][kQueryColumns];  // what a tile's exponentials are taken from: before it, and after, by turns
-  float shrink[kQueryColumns];   // of what was summed before the tile
-  i64 place[kKeys];              // in the cache, in elements
+  union {
+    float4 scores[kOfGroup / 8][kGroupThreads];  // of the first group, for the second one
+    u16 p[kQueryColumns][kKeys];
+  };
+  float of_warp[4][kQueryColumns];  // largest score of a warp's keys; at the end, its sum
+  float base[2][kQueryColumns];     // what a tile's exponentials are taken from: before it, and after, by turns
+  float shrink[kQueryColumns];      // of what was summed before the tile
+  i64 place[kKeys];                 // in the cache, in elements
   int state[2][kKeys];
   int first_seen[kQueryColumns], last_seen[kQueryColumns];  // keys of the tile
 };
@@ -182,18 +184,21 @@ __device__ inline void sm90_attend(const Batch& batch, const u16* q, const i64* 
     wgmma_commit();
     wgmma_wait<0>();
     wgmma_fence(part_of);
+    // What the second group gives lies in the last chunk of the tile: it alone has read that, and o does not need it.
+    if (group == 1) named_barrier(1, kGroupThreads);  // all of its warps have
+    auto* given = group == 0 ? &s.scores[0][thread] : reinterpret_cast<float4*>(s.keys[stage][kChunks - 1]) + thread;
+    auto* taken = group == 1 ? &s.scores[0][thread] : reinterpret_cast<float4*>(s.keys[stage][kChunks - 1]) + thread;
 #pragma unroll
     for (int g = 0; g < kOwn / 2; ++g) {
-      const float* given = &part_of[4 * g];  // the queries of the second group
-      const float* kept = &part_of[2 * kOwn + 4 * g];
-      s.scores[group][g][thread] = group == 1 ? make_float4(given[0], given[1], given[2], given[3])
-                                              : make_float4(kept[0], kept[1], kept[2], kept[3]);
+      const float *first = &part_of[4 * g], *second = &part_of[2 * kOwn + 4 * g];  // queries of each group
+      given[g * kGroupThreads] = group == 1 ? make_float4(first[0], first[1], first[2], first[3])
+                                            : make_float4(second[0], second[1], second[2], second[3]);
     }
     __syncthreads();  // scores for the other group are there
     float score[2 * kOwn];
 #pragma unroll
     for (int g = 0; g < kOwn / 2; ++g) {
-      const float4 other = s.scores[1 - group][g][thread];
+      const float4 other = taken[g * kGroupThreads];
       const float of_other[4] = {other.x, other.y, other.z, other.w};
 #pragma unroll
       for (int i = 0; i < 4; ++i)
@@ -226,7 +231,7 @@ __device__ inline void sm90_attend(const Batch& batch, const u16* q, const i64* 
 #pragma unroll
       for (int i = 0; i < kOwn; ++i) s.of_warp[warp][first_column + i / 2 * 8 + i % 2] = most[i];
     }
-    named_barrier(1 + group, kGroupThreads);  // the largest scores of the warps are there
+    __syncthreads();  // the largest scores of the warps are there, and scores have been taken
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
       const int column = first_column + i / 2 * 8 + i % 2;

@@ -466,10 +466,8 @@ std::int64_t step_kernel_smem(StepKernel kernel, const StepModel& m, const StepG
              4 * kScoreSlices * kQueryRows * (kKeys + 4) + 4 * 3 * kQueryRows + kStages * (8 + 4 * kKeys);
     case StepKernel::kSm90Attend:
     case StepKernel::kSm90AttendCausal:  // Sm90AttendShared of kernels/draft/sm90_attention.cuh
-      return pieces(2 * (kQueryColumns + 2 * kKeys) * m.cache_width() + 2 * kQueryColumns * kKeys +
-                        4 * kQueryColumns * kKeys + 4 * 9 * kQueryColumns + 8 * kKeys + 8 * kKeys,
-                    16) *
-             16;
+      return 2 * (kQueryColumns + 2 * kKeys) * m.cache_width() + 2 * kQueryColumns * kKeys + 4 * 9 * kQueryColumns +
+             16 * kKeys;
     default: return 0;
   }
 }
