@@ -104,16 +104,6 @@ __device__ inline void store_cluster_float4(u32 address, float4 v, u32 barrier, 
       : "memory");
 }
 
-// Writes 16 bytes at the same address of CTA `rank` of the cluster, which has started. There after a release, as that
-// of cluster_arrive().
-__device__ inline void store_cluster(u32 address, uint4 v, u32 rank) {
-  asm volatile(
-      "{ .reg .b32 remote; mapa.shared::cluster.u32 remote, %0, %5; st.shared::cluster.v4.u32 [remote], {%1, %2, %3, "
-      "%4}; }" ::"r"(address),
-      "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "r"(rank)
-      : "memory");
-}
-
 // ---- Asynchronous copies, global to shared, completing on a barrier of this CTA
 
 // `bytes` contiguous bytes; both addresses and the size are multiples of 16.

@@ -269,16 +269,40 @@ __device__ inline void attend(const Batch& batch, const u16* q, const i64* posit
   }
 }
 
+// Eight values of a part's sums, as they lie in memory: FP32, or FP16.
+struct EightFloats {
+  float4 low, high;
+  __device__ void add_to(float (&sum)[8], float weight) const {
+    sum[0] += weight * low.x, sum[1] += weight * low.y, sum[2] += weight * low.z, sum[3] += weight * low.w;
+    sum[4] += weight * high.x, sum[5] += weight * high.y, sum[6] += weight * high.z, sum[7] += weight * high.w;
+  }
+};
+struct EightHalves {
+  uint4 bits;
+  __device__ void add_to(float (&sum)[8], float weight) const {
+    const u32 two[4] = {bits.x, bits.y, bits.z, bits.w};
+#pragma unroll
+    for (int i = 0; i < 8; ++i) sum[i] += weight * f16_to_float(u16(i % 2 == 0 ? two[i / 2] : two[i / 2] >> 16));
+  }
+};
+__device__ inline EightFloats eight_of(const float* from) {
+  return {reinterpret_cast<const float4*>(from)[0], reinterpret_cast<const float4*>(from)[1]};
+}
+__device__ inline EightHalves eight_of(const u16* from) { return {*reinterpret_cast<const uint4*>(from)}; }
+
 // o = the parts of the attention, weighted by 2^(base - largest base), over their sum. 2^warps_log2 warps of a CTA
 // share kMergeColumns columns of a row: each has its share of the parts, their loads under way before the weights are
-// known, and their sums meet in a fixed order. Grid (requests * kK * kHeads * column blocks * 2^warps_log2 / 8 rounded
-// up), block kMergeThreads.
-template <class Model>
-__device__ inline void merge(const float* sums, const PartStats* stats, int splits, i64 requests, int warps_log2,
+// known, and their sums meet in a fixed order. Sum: float, as attend() leaves them, or u16 for FP16 multiples of a
+// slab's scale, as sm90_attend() does. Grid (requests * kK * kHeads * column blocks * 2^warps_log2 / 8 rounded up),
+// block kMergeThreads.
+template <class Model, class Sum>
+__device__ inline void merge(const Sum* sums, const PartStats* stats, int splits, i64 requests, int warps_log2,
                              u16* o) {
   constexpr int kRows = Model::kK * Model::kHeads, kWarps = kMergeThreads / kWarp;
   constexpr int kColumnBlocks = (Model::kKvLora + kMergeColumns - 1) / kMergeColumns;
-  constexpr int kAtOnce = 4;  // loads under way: 32 parts of 8 warps
+  constexpr bool kScaled = sizeof(Sum) == 2;
+  constexpr int kAtOnce = kScaled ? 9 : 4;  // loads under way: 72 or 32 parts of 8 warps
+  // Small enough that CTAs start beside those of sm90_attend(), and are there when these end.
   __shared__ float4 given[kWarps / 2][2][kWarp];
   __shared__ float given_total[kWarps / 2];
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
@@ -287,6 +311,7 @@ __device__ inline void merge(const float* sums, const PartStats* stats, int spli
   const i64 row = unit / kColumnBlocks;  // of all requests
   const int column = int(unit % kColumnBlocks) * kMergeColumns + 8 * lane;
   const bool is = row < requests * kRows, inside = is && column < Model::kKvLora;
+  const int slab = 2 * column / Model::kKvLora * 4 + column % 64 / 16;  // kKvLora is a multiple of 128 then
   const i64 first_part = row / kRows * splits * kRows + row % kRows;
   const auto part = [&](int split) { return first_part + i64(split) * kRows; };
   const auto stats_of = [&](int split) { return *reinterpret_cast<const float2*>(&stats[part(split)]); };
@@ -297,29 +322,30 @@ __device__ inline void merge(const float* sums, const PartStats* stats, int spli
   for (int step = kWarp / 2; step > 0; step /= 2) highest = fmaxf(highest, __shfl_xor_sync(0xffffffffu, highest, step));
 
   float sum[8] = {}, total = 0;
-  for (int first = of_warp; inside && first < splits; first += kAtOnce * warps) {
-    float2 of_part[kAtOnce];
-    float4 low[kAtOnce], high[kAtOnce];
+  for (int first = of_warp; is && first < splits; first += kAtOnce * warps) {
+    // Of part i, lane i has what makes its weight.
+    const int of_lane = first + lane * warps;
+    const float2 own = lane < kAtOnce && of_lane < splits ? stats_of(of_lane) : make_float2(-infinity(), 0);
+    float scale[kAtOnce];
+    decltype(eight_of(sums)) value[kAtOnce];
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
       const int split = first + i * warps;
-      const bool has = split < splits;
-      of_part[i] = has ? stats_of(split) : make_float2(-infinity(), 0);
-      const auto* from = reinterpret_cast<const float4*>(sums + part(split) * Model::kKvLora + column);
-      low[i] = has ? from[0] : make_float4(0, 0, 0, 0);
-      high[i] = has ? from[1] : make_float4(0, 0, 0, 0);
+      if (split >= splits) break;
+      scale[i] = kScaled && inside ? stats[part(split)].scale[slab] : 1.0f;
+      if (inside) value[i] = eight_of(sums + part(split) * Model::kKvLora + column);
     }
+    const float own_weight = own.y == 0 ? 0.0f : exp2_approx(own.x - highest);  // of an empty part: none
+    total += own_weight * own.y;
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      if (of_part[i].y == 0) continue;  // empty: what lies there is of another step
-      const float weight = exp2_approx(of_part[i].x - highest);
-      total += weight * of_part[i].y;
-      sum[0] += weight * low[i].x, sum[1] += weight * low[i].y;
-      sum[2] += weight * low[i].z, sum[3] += weight * low[i].w;
-      sum[4] += weight * high[i].x, sum[5] += weight * high[i].y;
-      sum[6] += weight * high[i].z, sum[7] += weight * high[i].w;
+      if (first + i * warps >= splits) break;
+      const float weight = __shfl_sync(0xffffffffu, own_weight, i), parts_total = __shfl_sync(0xffffffffu, own.y, i);
+      if (parts_total == 0 || !inside) continue;  // what lies there is of another step
+      value[i].add_to(sum, weight * scale[i]);
     }
   }
+  total = warp_sum(total);
   for (int half = warps / 2; half > 0; half /= 2) {
     const int slot = (warp - of_warp) / 2 + (of_warp & (half - 1));
     if (of_warp >= half && of_warp < 2 * half) {

@@ -205,28 +205,33 @@ __device__ inline void absorb(const u16* q, const u16* kv_b, const i64* position
   }
 }
 
-// Of values() and merge_values().
+// out[row, head, d] = bf16( sum over c of o[row, head, c] * W_UV[head, d, c] ), then times sigmoid(gate) where it is
+// on.
+//   o [M, heads, kKvLora], out and gate [M, heads * kV]
+// Grid (kV / kValueColumns rounded up, heads, row groups of kBlockRows), block kHalfThreads.
 template <class Model>
-struct ValuesShared {
-  alignas(16) u16 o[kBlockRows][Model::kKvLora + kPad], w[kValueColumns][Model::kKvLora + kPad];
-  float parts[kHalfThreads / kWarp][kBlockRows][kValueColumns];
-};
-
-// This CTA's rows of W_UV are under way, in a group of copies to come.
-template <class Model>
-__device__ inline void load_values(ValuesShared<Model>& s, const u16* kv_b, int head) {
-  const int column = blockIdx.x * kValueColumns;
-  copy_rows_async<kValueColumns, Model::kKvLora>(
-      s.w, kv_b + (i64(head) * (Model::kNope + Model::kV) + Model::kNope + column) * Model::kKvLora, Model::kKvLora,
-      [column](int d, int) { return column + d < Model::kV; });
-}
-
-// out of `count` rows of the batch from `first` on; o and W are there.
-template <class Model>
-__device__ inline void multiply_values(ValuesShared<Model>& s, const u16* gate, int head, i64 first, int count,
-                                       u16* out) {
+__device__ inline void values(const u16* o, const u16* kv_b, const u16* gate, i64 rows, u16* out) {
   constexpr int kWarps = kHalfThreads / kWarp, kSteps = Model::kKvLora / 16;
-  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+  alignas(16) __shared__ u16 shared_o[kBlockRows][Model::kKvLora + kPad],
+      shared_w[kValueColumns][Model::kKvLora + kPad];
+  __shared__ float parts[kWarps][kBlockRows][kValueColumns];
+  const int head = blockIdx.y, warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+  const int column = blockIdx.x * kValueColumns;
+  const i64 first = i64(blockIdx.z) * kBlockRows;
+  const int count = rows - first < kBlockRows ? int(rows - first) : kBlockRows;
+  pdl_launch();
+
+  // ---- Load
+  copy_rows_async<kValueColumns, Model::kKvLora>(
+      shared_w, kv_b + (i64(head) * (Model::kNope + Model::kV) + Model::kNope + column) * Model::kKvLora,
+      Model::kKvLora, [column](int d, int) { return column + d < Model::kV; });
+  pdl_wait();
+  copy_rows_async<kBlockRows, Model::kKvLora>(shared_o, o + (first * Model::kHeads + head) * Model::kKvLora,
+                                              i64(Model::kHeads) * Model::kKvLora,
+                                              [count](int row, int) { return row < count; });
+  copy_async_commit();
+  copy_async_wait<0>();
+  __syncthreads();  // o and W are there
 
   // ---- Multiply: a warp has every eighth step of 16 of the latent
   float sums[2][4] = {};
@@ -234,8 +239,8 @@ __device__ inline void multiply_values(ValuesShared<Model>& s, const u16* gate, 
   for (int step = warp; step < kSteps; step += kWarps) {
     const int c = 16 * step;
     u32 a[4], b[4];
-    load_matrices(a, smem_address(&s.o[lane % 16][c + lane / 16 * 8]));
-    load_matrices(b, smem_address(&s.w[lane / 16 * 8 + lane % 8][c + lane / 8 % 2 * 8]));
+    load_matrices(a, smem_address(&shared_o[lane % 16][c + lane / 16 * 8]));
+    load_matrices(b, smem_address(&shared_w[lane / 16 * 8 + lane % 8][c + lane / 8 % 2 * 8]));
     mma_16x8x16(sums[0], a, b[0], b[1]);
     mma_16x8x16(sums[1], a, b[2], b[3]);
   }
@@ -244,38 +249,16 @@ __device__ inline void multiply_values(ValuesShared<Model>& s, const u16* gate, 
 #pragma unroll
   for (int n = 0; n < 2; ++n)
 #pragma unroll
-    for (int i = 0; i < 4; ++i) s.parts[warp][lane / 4 + i / 2 * 8][8 * n + lane % 4 * 2 + i % 2] = sums[n][i];
+    for (int i = 0; i < 4; ++i) parts[warp][lane / 4 + i / 2 * 8][8 * n + lane % 4 * 2 + i % 2] = sums[n][i];
   __syncthreads();  // parts are there
   static_assert(kBlockRows * kValueColumns == kHalfThreads);
-  const int row = threadIdx.x / kValueColumns, d = blockIdx.x * kValueColumns + int(threadIdx.x) % kValueColumns;
+  const int row = threadIdx.x / kValueColumns, d = column + int(threadIdx.x) % kValueColumns;
   if (row >= count || d >= Model::kV) return;
   float sum = 0;
 #pragma unroll
-  for (int i = 0; i < kWarps; ++i) sum += s.parts[i][row][threadIdx.x % kValueColumns];
+  for (int i = 0; i < kWarps; ++i) sum += parts[i][row][threadIdx.x % kValueColumns];
   const i64 at = ((first + row) * Model::kHeads + head) * Model::kV + d;
   out[at] = Model::kGate ? to_bf16(round_bf16(sum) * sigmoid(bf16_at(gate, at))) : to_bf16(sum);
-}
-
-// out[row, head, d] = bf16( sum over c of o[row, head, c] * W_UV[head, d, c] ), then times sigmoid(gate) where it is
-// on.
-//   o [M, heads, kKvLora], out and gate [M, heads * kV]
-// Grid (kV / kValueColumns rounded up, heads, row groups of kBlockRows), block kHalfThreads.
-template <class Model>
-__device__ inline void values(const u16* o, const u16* kv_b, const u16* gate, i64 rows, u16* out) {
-  __shared__ ValuesShared<Model> s;
-  const int head = blockIdx.y;
-  const i64 first = i64(blockIdx.z) * kBlockRows;
-  const int count = rows - first < kBlockRows ? int(rows - first) : kBlockRows;
-  pdl_launch();
-  load_values(s, kv_b, head);
-  pdl_wait();
-  copy_rows_async<kBlockRows, Model::kKvLora>(s.o, o + (first * Model::kHeads + head) * Model::kKvLora,
-                                              i64(Model::kHeads) * Model::kKvLora,
-                                              [count](int row, int) { return row < count; });
-  copy_async_commit();
-  copy_async_wait<0>();
-  __syncthreads();  // o and W are there
-  multiply_values(s, gate, head, first, count, out);
 }
 
 // out = bf16(silu(gate) * up), or the SiTU form.   gate_up [M, 2 * kInner], out [M, kInner]

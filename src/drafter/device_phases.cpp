@@ -17,7 +17,6 @@ constexpr std::int64_t kQueryRows = 32, kKeys = 64, kStages = 2, kScoreSlices = 
                        kMergeColumns = 256;                                       // attention.cuh
 constexpr std::int64_t kQueryColumns = 48, kSm90AttendThreads = 256;              // sm90_attention.cuh
 constexpr std::int64_t kPartStats = 40;                                           // bytes, keys.cuh
-constexpr std::int64_t kMergedRows = 8;                                           // merge_values.cuh
 constexpr std::int64_t kAbsorbColumns = 64, kValueColumns = 16, kBlockRows = 16;  // block.cuh
 constexpr std::int64_t kPad = 8, kHalfWarps = 8;                                  // block.cuh
 constexpr std::int64_t kMaxSplits = 256;
@@ -99,13 +98,13 @@ const KernelText& text_of(StepKernel kernel) {
        "window, splits, o, "
        "sums, stats, memory)",
        kSm90AttendThreads, "kQueryColumns == 48 && kSm90AttendThreads == 256 && sizeof(PartStats) == 40"},
+      {"sm90_merge", "attention",
+       "const u16* sums, const PartStats* stats, int splits, i64 requests, int warps_log2, u16* o",
+       "merge<Model>(sums, stats, splits, requests, warps_log2, o)", kMergeThreads,
+       "kMergeThreads == 256 && kMergeColumns == 256"},
       {"values", "block", "const u16* o, const u16* kv_b, const u16* gate, i64 rows, u16* out",
        "values<Model>(o, kv_b, gate, rows, out)", 256,
        "kValueColumns == 16 && kBlockRows == 16 && kHalfThreads == 256"},
-      {"merge_values", "merge_values",
-       "const u16* sums, const PartStats* stats, int splits, const u16* kv_b, const u16* gate, i64 rows, u16* out",
-       "extern __shared__ uint4 memory[];\n  merge_values<Model>(sums, stats, splits, kv_b, gate, rows, out, memory)",
-       256, "kValueColumns == 16 && kMergedRows == 8 && kHalfThreads == 256 && sizeof(PartStats) == 40"},
       {"activate", "block", "const u16* gate_up, u16* out", "activate<Model>(gate_up, out)", kActivateColumns},
       {"pick", "sample", "Batch batch, Sampling sampling, int i", "pick<Model>(batch, sampling, i)", 256,
        "kSampleThreads == 256 && kTileRows == 16"},
@@ -128,8 +127,11 @@ const KernelText& text_of(StepKernel kernel) {
   return kTexts[static_cast<std::size_t>(kernel)];
 }
 
-// Of merge_values: CTAs start beside those of the attention, whose threads have 168 each.
-constexpr int kMergeRegisters = 88;
+// What a kernel's registers allow. A merge starts beside the attention's CTAs, which have two thirds of them.
+std::int64_t ctas_per_sm(StepKernel kernel) {
+  if (kernel == StepKernel::kMerge || kernel == StepKernel::kSm90Merge) return 3;
+  return kernel == StepKernel::kPick ? kPickCtasPerSm : 1;
+}
 
 // The launches of a step. Buffers of its own: parts of the attention, bests of the picks, statistics of the rows.
 class DevicePhases final : public StepPhases {
@@ -253,30 +255,22 @@ class DevicePhases final : public StepPhases {
                               : w.causal ? StepKernel::kAttendCausal
                                          : StepKernel::kAttend;
     launch(kernel, {query_tiles(), splits, batch.requests}, stream, arguments);
-    if (splits == 1 || wgmma_) return;
+    if (splits == 1) return;
     // A row's parts are shared by so many warps that each has them all under way at once.
-    constexpr std::int64_t kAtOnce = 4;
+    const std::int64_t at_once = wgmma_ ? 9 : 4;
     std::int32_t log2 = 0;
-    while ((32 << log2) < kMergeThreads && (kAtOnce << log2) < splits) ++log2;
+    while ((32 << log2) < kMergeThreads && (at_once << log2) < splits) ++log2;
     std::int64_t requests = batch.requests;
     void* parts[] = {&sums_, &stats_, &splits, &requests, &log2, &b_.attended};
     const std::int64_t units = requests * m_.k * m_.heads * pieces(m_.kv_lora, kMergeColumns);
-    launch(StepKernel::kMerge, {pieces(units << log2, kMergeThreads / 32), 1, 1}, stream, parts);
+    launch(wgmma_ ? StepKernel::kSm90Merge : StepKernel::kMerge, {pieces(units << log2, kMergeThreads / 32), 1, 1},
+           stream, parts);
   }
 
   void values(const StepBatch& batch, std::size_t layer, Stream stream) override {
     std::int64_t rows = batch.requests * m_.k;
-    auto splits = static_cast<std::int32_t>(splits_of(batch.requests));
-    const auto grid = [&](std::int64_t of_cta) {
-      return Grid{pieces(m_.v, kValueColumns), m_.heads, pieces(rows, of_cta)};
-    };
-    if (wgmma_ && splits > 1) {
-      void* arguments[] = {&sums_, &stats_, &splits, &w_.layers[layer].kv_b, &b_.gate, &rows, &b_.values};
-      launch(StepKernel::kMergeValues, grid(kMergedRows), stream, arguments);
-      return;
-    }
     void* arguments[] = {&b_.attended, &w_.layers[layer].kv_b, &b_.gate, &rows, &b_.values};
-    launch(StepKernel::kValues, grid(kBlockRows), stream, arguments);
+    launch(StepKernel::kValues, {pieces(m_.v, kValueColumns), m_.heads, pieces(rows, kBlockRows)}, stream, arguments);
   }
 
   void add_norm(const StepBatch& batch, const float* weight, std::uint16_t* out, Stream stream) override {
@@ -456,16 +450,13 @@ CompileRequest step_kernel_request(StepKernel kernel, const StepKernelModel& wha
   const StepModel& m = what.model;
   throw_if_error(check_sizes(m));
   const KernelText& text = text_of(kernel);
-  const std::string bounds =
-      kernel == StepKernel::kMergeValues
-          ? fmt::format("__maxnreg__({})", kMergeRegisters)
-          : fmt::format("__launch_bounds__({}, {})", text.threads, kernel == StepKernel::kPick ? kPickCtasPerSm : 1);
   return {
       fmt::format("draft-{}-h{}-n{}-k{}-{}", text.name, m.hidden, m.heads, m.k, arch), "kernel",
       fmt::format("#include \"draft/{}.cuh\"\n\nnamespace twostep::draft {{\n\n{}\nstatic_assert({});\n\nextern \"C\" "
-                  "__global__ void {} kernel({}) {{\n  {};\n}}\n\n}}  // namespace "
+                  "__global__ void __launch_bounds__({}, {}) kernel({}) {{\n  {};\n}}\n\n}}  // namespace "
                   "twostep::draft\n",
-                  text.file, step_model_text(what), text.asserts, bounds, text.parameters, text.call),
+                  text.file, step_model_text(what), text.asserts, text.threads, ctas_per_sm(kernel), text.parameters,
+                  text.call),
       arch, "draft-1"};
 }
 
@@ -483,8 +474,6 @@ std::int64_t step_kernel_smem(StepKernel kernel, const StepModel& m, const StepG
     case StepKernel::kSm90AttendCausal:  // Sm90AttendShared of kernels/draft/sm90_attention.cuh
       return 2 * (kQueryColumns + 2 * kKeys) * m.cache_width() + 2 * kQueryColumns * kKeys + 4 * 9 * kQueryColumns +
              16 * kKeys;
-    case StepKernel::kMergeValues:  // MergeValuesShared of kernels/draft/merge_values.cuh
-      return 2 * kMergedRows * (m.kv_lora + kPad) + 4 * kHalfWarps * kMergedRows * kValueColumns;
     default: return 0;
   }
 }
@@ -494,12 +483,9 @@ bool step_kernel_possible(StepKernel kernel, const StepModel& m, const StepGpu& 
     case StepKernel::kPicks: return step_kernel_smem(kernel, m, gpu) <= gpu.smem_per_block;
     case StepKernel::kSm90Attend:
     case StepKernel::kSm90AttendCausal:
-    case StepKernel::kMergeValues: {  // up to four blocks of o^T in registers; merging, vectors of 8 for lanes
-      const std::int64_t ctas = m.v / kValueColumns, vectors = ctas > 0 ? m.kv_lora / ctas / 8 : 0;
-      return gpu.wgmma && m.kv_lora % 128 == 0 && m.kv_lora <= 512 && m.rope % 64 == 0 && m.v % kValueColumns == 0 &&
-             (ctas == 1 || ctas == 2 || ctas == 4 || ctas == 8) && vectors > 0 && 32 % vectors == 0 &&
+    case StepKernel::kSm90Merge:  // up to four blocks of o^T in registers
+      return gpu.wgmma && m.kv_lora % 128 == 0 && m.kv_lora <= 512 && m.rope % 64 == 0 &&
              step_kernel_smem(StepKernel::kSm90Attend, m, gpu) <= gpu.smem_per_block;
-    }
     default: return true;
   }
 }
@@ -510,13 +496,9 @@ bool step_kernel_needed(StepKernel kernel, const StepModel& m, const StepGpu& gp
     case StepKernel::kPick: return without(StepKernel::kPicks);
     case StepKernel::kAttend: return without(StepKernel::kSm90Attend);
     case StepKernel::kAttendCausal: return without(StepKernel::kSm90AttendCausal);
-    case StepKernel::kMerge: return without(StepKernel::kMergeValues);
+    case StepKernel::kMerge: return without(StepKernel::kSm90Merge);
     default: return step_kernel_possible(kernel, m, gpu);
   }
-}
-
-std::uint32_t step_kernel_cluster(StepKernel kernel, const StepModel& m) {
-  return kernel == StepKernel::kMergeValues ? static_cast<std::uint32_t>(m.v / kValueColumns) : 1;
 }
 
 std::uint32_t step_kernel_threads(StepKernel kernel) { return static_cast<std::uint32_t>(text_of(kernel).threads); }

@@ -24,8 +24,8 @@ enum class StepKernel : std::uint8_t {
   kMerge,
   kSm90Attend,  // in place of the three before, where step_kernel_possible()
   kSm90AttendCausal,
+  kSm90Merge,
   kValues,
-  kMergeValues,  // in place of the one before, for what kSm90Attend leaves in parts
   kActivate,
   kPick,
   kPicks,
@@ -73,8 +73,7 @@ bool step_kernel_needed(StepKernel kernel, const StepModel& model, const StepGpu
 // CTAs of kPicks wait for each other: the grid must be resident as a whole.
 inline bool step_kernel_cooperative(StepKernel kernel) { return kernel == StepKernel::kPicks; }
 
-std::uint32_t step_kernel_threads(StepKernel kernel);                          // of one CTA
-std::uint32_t step_kernel_cluster(StepKernel kernel, const StepModel& model);  // CTAs along x
+std::uint32_t step_kernel_threads(StepKernel kernel);  // of one CTA
 
 struct Grid {
   std::int64_t x = 1, y = 1, z = 1;

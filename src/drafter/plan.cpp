@@ -64,7 +64,6 @@ class CudaLauncher final : public StepLauncher {
         return load_kernel(requests[i], static_cast<int>(smem));
       });
       smem_[i] = static_cast<std::uint32_t>(smem);
-      cluster_[i] = step_kernel_cluster(kernel, model.model);
     }
     for (std::size_t i = 0; i < loads.size(); ++i)
       if (loads[i].valid()) kernels_[i] = loads[i].get();
@@ -81,7 +80,6 @@ class CudaLauncher final : public StepLauncher {
     what.grid_z = static_cast<std::uint32_t>(grid.z);
     what.block = step_kernel_threads(kernel);
     what.smem_bytes = smem_[index];
-    what.cluster_x = cluster_[index];
     what.cooperative = step_kernel_cooperative(kernel);
     what.programmatic = PdlChain::follows_own_kernel(context_, stream, capturing, false);
     twostep::launch(what, stream, arguments);
@@ -94,7 +92,7 @@ class CudaLauncher final : public StepLauncher {
   std::optional<OwnedStream> stream_;  // of prepare
   std::vector<DeviceBuffer> memory_;
   std::array<std::shared_ptr<const CompiledKernel>, kNumStepKernels> kernels_;
-  std::array<std::uint32_t, kNumStepKernels> smem_{}, cluster_{};
+  std::array<std::uint32_t, kNumStepKernels> smem_{};
 };
 
 }  // namespace

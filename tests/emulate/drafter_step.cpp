@@ -5,7 +5,6 @@
 #include "draft/attention.cuh"
 #include "draft/block.cuh"
 #include "draft/context.cuh"
-#include "draft/merge_values.cuh"
 #include "draft/sample.cuh"
 #include "draft/sm90_attention.cuh"
 #include "draft/verify.cuh"
@@ -37,7 +36,6 @@ class EmulatedLauncher final : public StepLauncher {
     model_ = model.model;
     ASSERT_EQ(smem_of(StepKernel::kAttend), sizeof(d::AttendShared<Model>));
     if constexpr (kWide) {
-      ASSERT_EQ(smem_of(StepKernel::kMergeValues), sizeof(d::MergeValuesShared<Model>));
       ASSERT_EQ(smem_of(StepKernel::kSm90Attend), sizeof(d::Sm90AttendShared<Model>));
     }
   }
@@ -48,7 +46,7 @@ class EmulatedLauncher final : public StepLauncher {
     if (step_kernel_cooperative(kernel))
       emulate::run_streams({{{dim, step_kernel_threads(kernel), body, false, smem_of(kernel)}}},
                            step_test::inputs_number());
-    else emulate::run(dim, step_kernel_threads(kernel), body, smem_of(kernel), step_kernel_cluster(kernel, model_));
+    else emulate::run(dim, step_kernel_threads(kernel), body, smem_of(kernel));
   }
 
  private:
@@ -92,7 +90,7 @@ class EmulatedLauncher final : public StepLauncher {
       case StepKernel::kAttendCausal:
         return d::attend<Model, true>(as<d::Batch>(a[0]), p(1), p(2), p(3), as<d::Cache>(a[4]), p(5), p(6), p(7), p(8),
                                       p(9), emulate::cta_memory());
-      case StepKernel::kMerge: return d::merge<Model>(p(0), p(1), p(2), p(3), p(4), p(5));
+      case StepKernel::kMerge: return d::merge<Model>(static_cast<const float*>(p(0)), p(1), p(2), p(3), p(4), p(5));
       case StepKernel::kSm90Attend:
         if constexpr (kWide)
           d::sm90_attend<Model, false>(as<d::Batch>(a[0]), p(1), p(2), p(3), as<d::Cache>(a[4]), p(5), p(6), p(7), p(8),
@@ -103,9 +101,8 @@ class EmulatedLauncher final : public StepLauncher {
           d::sm90_attend<Model, true>(as<d::Batch>(a[0]), p(1), p(2), p(3), as<d::Cache>(a[4]), p(5), p(6), p(7), p(8),
                                       p(9), emulate::cta_memory());
         return;
-      case StepKernel::kMergeValues:
-        if constexpr (kWide) d::merge_values<Model>(p(0), p(1), p(2), p(3), p(4), p(5), p(6), emulate::cta_memory());
-        return;
+      case StepKernel::kSm90Merge:
+        return d::merge<Model>(static_cast<const unsigned short*>(p(0)), p(1), p(2), p(3), p(4), p(5));
       case StepKernel::kValues: return d::values<Model>(p(0), p(1), p(2), p(3), p(4));
       case StepKernel::kActivate: return d::activate<Model>(p(0), p(1));
       case StepKernel::kPick: return d::pick<Model>(as<d::Batch>(a[0]), as<d::Sampling>(a[1]), p(2));

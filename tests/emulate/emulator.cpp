@@ -17,7 +17,7 @@ constexpr unsigned kWarp = 32;
 constexpr std::size_t kSlot = 64;               // bytes that a lane can publish
 constexpr std::uint64_t kPatience = 4'000'000;  // turns without an end of a CTA
 
-enum class State { kRuns, kAtCta, kAtWarp, kAtCluster, kDone };
+enum class State { kRuns, kAtCta, kAtWarp, kDone };
 
 struct Fiber {
   ucontext_t first;  // starts it; later switches need no system call
@@ -31,8 +31,6 @@ struct Fiber {
 std::vector<std::unique_ptr<Fiber>> idle;  // with their stacks, to be used again
 
 struct UnderWay;
-struct Cta;
-using Cluster = std::vector<std::unique_ptr<Cta>>;
 
 struct Cta {
   Cta(Dim of_grid, Dim of_block, unsigned threads, const std::function<void()>* kernel, std::size_t bytes,
@@ -61,7 +59,6 @@ struct Cta {
     std::byte bytes[1024];
   };
   std::vector<Line> memory;
-  Cluster* cluster = nullptr;
   bool lets_successor_start = false;
   bool done = false;
 };
@@ -146,7 +143,6 @@ void turn(Cta& cta, bool descending) {
   for (std::size_t warp = 0; warp < count; warp += kWarp)
     progress |= release(cta, warp, std::min(warp + kWarp, count), State::kAtWarp);
   progress |= release(cta, 0, count, State::kAtCta);
-  for (const auto& fiber : cta.fibers) progress |= cta.cluster != nullptr && fiber->state == State::kAtCluster;
   if (!progress) throw std::logic_error("threads of a CTA wait at a barrier that not all of them reach");
 }
 
@@ -186,31 +182,13 @@ struct Stream {
 
 }  // namespace
 
-void run(Dim of_grid, unsigned threads, const std::function<void()>& kernel, std::size_t memory, unsigned size) {
+void run(Dim of_grid, unsigned threads, const std::function<void()>& kernel, std::size_t memory) {
   static bool descending = false;
-  for_each_block({of_grid.x / size, of_grid.y, of_grid.z}, [&](Dim at) {
-    Cluster cluster;
-    for (unsigned i = 0; i < size; ++i) {
-      const Dim block_at{at.x * size + i, at.y, at.z};
-      cluster.push_back(std::make_unique<Cta>(of_grid, block_at, threads, &kernel, memory));
-      cluster.back()->cluster = &cluster;
-      start(*cluster.back());
-    }
+  for_each_block(of_grid, [&](Dim at) {
+    Cta cta(of_grid, at, threads, &kernel, memory);
+    start(cta);
     descending = !descending;
-    for (bool done = false; !done;) {
-      done = true;
-      bool waits = true;  // all that have not ended, for each other
-      for (auto& cta : cluster) {
-        if (!cta->done) turn(*cta, descending);
-        done &= cta->done;
-        for (const auto& fiber : cta->fibers)
-          waits &= fiber->state == State::kAtCluster || fiber->state == State::kDone;
-      }
-      if (!done && waits)
-        for (auto& cta : cluster)
-          for (auto& fiber : cta->fibers)
-            if (fiber->state == State::kAtCluster) fiber->state = State::kRuns;
-    }
+    while (!cta.done) turn(cta, descending);
   });
 }
 
@@ -248,10 +226,7 @@ std::uint64_t drawn(std::uint64_t below) { return order() % below; }
 std::uint64_t clock_ns() { return 1000 * (turns + 1); }
 void* cta_memory() { return running->memory.data(); }
 
-void* cta_memory(unsigned rank) { return (*running->cluster)[rank]->memory.data(); }
-
 void cta_barrier() { wait(State::kAtCta); }
-void cluster_barrier() { wait(State::kAtCluster); }
 void warp_barrier() { wait(State::kAtWarp); }
 
 void publish(const void* value, std::size_t bytes) {

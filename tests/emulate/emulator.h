@@ -19,8 +19,7 @@ inline Dim thread, block, grid;
 // Calls `kernel` as every thread of every CTA, one CTA after the other. Throws std::logic_error where threads wait for
 // each other in vain: a barrier that not all of them reach.
 inline constexpr std::size_t kCtaMemory = 4096;
-void run(Dim grid, unsigned threads, const std::function<void()>& kernel, std::size_t memory = kCtaMemory,
-         unsigned cluster = 1);  // CTAs along x that run at the same time
+void run(Dim grid, unsigned threads, const std::function<void()>& kernel, std::size_t memory = kCtaMemory);
 
 struct Launch {
   Dim grid;
@@ -40,10 +39,8 @@ inline bool pdl_wait_is_skipped = false;   // by device text: a rule to break
 std::uint64_t drawn(std::uint64_t below);  // a number of the order's
 std::uint64_t clock_ns();                  // grows with the turns taken
 void* cta_memory();                        // of the CTA that runs, 0xff at first
-void* cta_memory(unsigned rank);           // of a CTA of its cluster
 
 void cta_barrier();
-void cluster_barrier();
 void warp_barrier();
 
 // `bytes` of each lane of the warp, between two warp barriers: publish, then read any lane's.

@@ -115,15 +115,6 @@ inline void named_barrier(u32 id, u32 threads) {
   while (barrier.phase == phase) emulate::give_way();
 }
 
-// A cluster: who arrives also waits, at the wait.
-inline void cluster_arrive() {}
-inline void cluster_arrive_relaxed() {}
-inline void cluster_wait() { emulate::cluster_barrier(); }
-inline void store_cluster(std::uintptr_t address, uint4 v, u32 rank) {
-  const auto at = address - reinterpret_cast<std::uintptr_t>(emulate::cta_memory());
-  std::memcpy(static_cast<std::byte*>(emulate::cta_memory(rank)) + at, &v, sizeof v);
-}
-
 // Memory that others write: vectors come and go word by word, and anybody may run in between.
 inline void meanwhile() {
   if (emulate::drawn(4) == 0) emulate::give_way();
