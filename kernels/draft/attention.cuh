@@ -269,26 +269,17 @@ __device__ inline void attend(const Batch& batch, const u16* q, const i64* posit
   }
 }
 
-// Eight values of a part's sums, as they lie in memory: FP32, or FP16.
-struct EightFloats {
-  float4 low, high;
-  __device__ void add_to(float (&sum)[8], float weight) const {
-    sum[0] += weight * low.x, sum[1] += weight * low.y, sum[2] += weight * low.z, sum[3] += weight * low.w;
-    sum[4] += weight * high.x, sum[5] += weight * high.y, sum[6] += weight * high.z, sum[7] += weight * high.w;
-  }
-};
-struct EightHalves {
-  uint4 bits;
-  __device__ void add_to(float (&sum)[8], float weight) const {
-    const u32 two[4] = {bits.x, bits.y, bits.z, bits.w};
-#pragma unroll
-    for (int i = 0; i < 8; ++i) sum[i] += weight * f16_to_float(u16(i % 2 == 0 ? two[i / 2] : two[i / 2] >> 16));
-  }
-};
-__device__ inline EightFloats eight_of(const float* from) {
-  return {reinterpret_cast<const float4*>(from)[0], reinterpret_cast<const float4*>(from)[1]};
+// Eight values of a part's sums.
+__device__ inline void load_sums(const float* from, float (&v)[8]) {
+  const float4 a = reinterpret_cast<const float4*>(from)[0], b = reinterpret_cast<const float4*>(from)[1];
+  v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w, v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
 }
-__device__ inline EightHalves eight_of(const u16* from) { return {*reinterpret_cast<const uint4*>(from)}; }
+__device__ inline void load_sums(const u16* from, float (&v)[8]) {
+  const uint4 a = *reinterpret_cast<const uint4*>(from);
+  const u32 two[4] = {a.x, a.y, a.z, a.w};
+#pragma unroll
+  for (int i = 0; i < 8; ++i) v[i] = f16_to_float(u16(i % 2 == 0 ? two[i / 2] : two[i / 2] >> 16));
+}
 
 // o = the parts of the attention, weighted by 2^(base - largest base), over their sum. 2^warps_log2 warps of a CTA
 // share kMergeColumns columns of a row: each has its share of the parts, their loads under way before the weights are
@@ -322,30 +313,26 @@ __device__ inline void merge(const Sum* sums, const PartStats* stats, int splits
   for (int step = kWarp / 2; step > 0; step /= 2) highest = fmaxf(highest, __shfl_xor_sync(0xffffffffu, highest, step));
 
   float sum[8] = {}, total = 0;
-  for (int first = of_warp; is && first < splits; first += kAtOnce * warps) {
-    // Of part i, lane i has what makes its weight.
-    const int of_lane = first + lane * warps;
-    const float2 own = lane < kAtOnce && of_lane < splits ? stats_of(of_lane) : make_float2(-infinity(), 0);
-    float scale[kAtOnce];
-    decltype(eight_of(sums)) value[kAtOnce];
+  for (int first = of_warp; inside && first < splits; first += kAtOnce * warps) {
+    float2 of_part[kAtOnce];
+    float scale[kAtOnce], value[kAtOnce][8] = {};
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
       const int split = first + i * warps;
-      if (split >= splits) break;
-      scale[i] = kScaled && inside ? stats[part(split)].scale[slab] : 1.0f;
-      if (inside) value[i] = eight_of(sums + part(split) * Model::kKvLora + column);
+      const bool has = split < splits;
+      of_part[i] = has ? stats_of(split) : make_float2(-infinity(), 0);
+      scale[i] = kScaled && has ? stats[part(split)].scale[slab] : 1.0f;
+      if (has) load_sums(sums + part(split) * Model::kKvLora + column, value[i]);
     }
-    const float own_weight = own.y == 0 ? 0.0f : exp2_approx(own.x - highest);  // of an empty part: none
-    total += own_weight * own.y;
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      if (first + i * warps >= splits) break;
-      const float weight = __shfl_sync(0xffffffffu, own_weight, i), parts_total = __shfl_sync(0xffffffffu, own.y, i);
-      if (parts_total == 0 || !inside) continue;  // what lies there is of another step
-      value[i].add_to(sum, weight * scale[i]);
+      if (of_part[i].y == 0) continue;  // empty: what lies there is of another step
+      const float weight = exp2_approx(of_part[i].x - highest);
+      total += weight * of_part[i].y;
+#pragma unroll
+      for (int c = 0; c < 8; ++c) sum[c] += weight * scale[i] * value[i][c];
     }
   }
-  total = warp_sum(total);
   for (int half = warps / 2; half > 0; half /= 2) {
     const int slot = (warp - of_warp) / 2 + (of_warp & (half - 1));
     if (of_warp >= half && of_warp < 2 * half) {

@@ -127,12 +127,6 @@ const KernelText& text_of(StepKernel kernel) {
   return kTexts[static_cast<std::size_t>(kernel)];
 }
 
-// What a kernel's registers allow. A merge starts beside the attention's CTAs, which have two thirds of them.
-std::int64_t ctas_per_sm(StepKernel kernel) {
-  if (kernel == StepKernel::kMerge || kernel == StepKernel::kSm90Merge) return 3;
-  return kernel == StepKernel::kPick ? kPickCtasPerSm : 1;
-}
-
 // The launches of a step. Buffers of its own: parts of the attention, bests of the picks, statistics of the rows.
 class DevicePhases final : public StepPhases {
  public:
@@ -455,8 +449,8 @@ CompileRequest step_kernel_request(StepKernel kernel, const StepKernelModel& wha
       fmt::format("#include \"draft/{}.cuh\"\n\nnamespace twostep::draft {{\n\n{}\nstatic_assert({});\n\nextern \"C\" "
                   "__global__ void __launch_bounds__({}, {}) kernel({}) {{\n  {};\n}}\n\n}}  // namespace "
                   "twostep::draft\n",
-                  text.file, step_model_text(what), text.asserts, text.threads, ctas_per_sm(kernel), text.parameters,
-                  text.call),
+                  text.file, step_model_text(what), text.asserts, text.threads,
+                  kernel == StepKernel::kPick ? kPickCtasPerSm : 1, text.parameters, text.call),
       arch, "draft-1"};
 }
 

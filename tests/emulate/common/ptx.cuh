@@ -45,10 +45,6 @@ template <class T>
 T __shfl_xor_sync(unsigned, T value, int mask) {
   return twostep::emulate::exchange(value, threadIdx.x % 32 ^ static_cast<unsigned>(mask));
 }
-template <class T>
-T __shfl_sync(unsigned, T value, int lane) {
-  return twostep::emulate::exchange(value, static_cast<unsigned>(lane));
-}
 inline float __uint_as_float(unsigned bits) { return std::bit_cast<float>(bits); }
 inline unsigned __float_as_uint(float v) { return std::bit_cast<unsigned>(v); }
 inline float __fadd_rn(float a, float b) { return a + b; }
