@@ -2,6 +2,7 @@
 
 #include <CLI/CLI.hpp>
 #include <memory>
+#include <nlohmann/json.hpp>
 #include <optional>
 #include <span>
 
@@ -14,6 +15,7 @@
 #include "measure/draft_step.h"
 #if TWOSTEP_CUDA
 #include "measure/draft_loop_cuda.h"
+#include "measure/torch_chain.h"
 #endif
 
 namespace twostep::cli {
@@ -24,15 +26,18 @@ constexpr const char* kPlace = "twostep bench draft";
 struct DraftArguments {
   std::string model = "k3.1";
   DraftLoopOptions loop = {.context = 4096, .steps = 4, .shard = {8, 0}};
+  std::string chain;
   std::string json;
   std::string device = "auto";
 };
 
 #if TWOSTEP_CUDA
 std::string command_of(const DraftArguments& a) {
-  return fmt::format("{} --model {} --tp {} --rank {} --requests {} --draft-tokens {} --context {} --device {}", kPlace,
-                     a.model, a.loop.shard.ranks, a.loop.shard.rank, a.loop.requests, a.loop.draft_tokens,
-                     a.loop.context, a.device);
+  std::string text = fmt::format(
+      "{} --model {} --tp {} --rank {} --requests {} --draft-tokens {} --context {} --device {}", kPlace, a.model,
+      a.loop.shard.ranks, a.loop.shard.rank, a.loop.requests, a.loop.draft_tokens, a.loop.context, a.device);
+  if (!a.chain.empty()) text += " --chain " + a.chain;
+  return text;
 }
 
 // A synthetic checkpoint in memory: of gigabytes that are read once, no file is made.
@@ -63,6 +68,7 @@ void print(const DraftStepRow& row, const Machine& machine) {
   fmt::print("{}, driver {}, NVRTC {}, SM clock {} MHz; {}\n", machine.device,
              machine.driver.empty() ? "-" : machine.driver, machine.nvrtc.empty() ? "-" : machine.nvrtc,
              machine.sm_clock_mhz, machine.command);
+  if (!row.baseline.empty()) fmt::print("chain: {}; the modules of draft\n", row.baseline);
   fmt::print("us per replay, median (spread = p90 - p10); {} launches, {} PDL edges; limit: kernels that only read\n",
              g.launches, g.programmatic);
   fmt::print("{:<16} {:>8} {:>16} {:>9} {:>6}  {}\n", "graph", "MB", "us", "limit us", "ratio", "bar");
@@ -76,6 +82,7 @@ void print(const DraftStepRow& row, const Machine& machine) {
   };
   line("draft", g.draft, g.draft_bytes, g.draft_limit,
        row.bar() ? fmt::format("{:.2f} {}", *row.bar(), row.bar_verdict()) : "-");
+  if (!row.baseline.empty()) line("draft, chain", row.baseline_time, g.draft_bytes, g.draft_limit, "-");
   line("ingest", g.ingest, g.ingest_bytes, g.ingest_limit, "-");
   line("verify", g.verify, 0, {}, "-");
   line("all three", g.step, 0, {}, "-");
@@ -92,6 +99,8 @@ int bench_on_gpu(const DraftArguments& a, int index) {
   if (!a.json.empty()) json.emplace(a.json, kPlace);
   const MeasureDevice device(index);
   Machine machine = this_machine(command_of(a));
+  std::optional<TorchChain> chain;  // refused before weights are made
+  if (!a.chain.empty()) chain.emplace(kDraftChain, a.chain, index);
   auto memory = cuda_machine(device);
   std::optional<SyntheticWeights> synthetic(std::in_place, synth_preset(a.model));
   DraftLoop loop(*synthetic->weights, a.loop, {}, std::move(memory));
@@ -103,8 +112,12 @@ int bench_on_gpu(const DraftArguments& a, int index) {
       progress.update(static_cast<std::uint64_t>(i + 1), static_cast<std::uint64_t>(a.loop.steps));
     }
   }
-  DraftStepRow row{a.model, a.loop, draft_stages(loop, a.loop), {}};
+  DraftStepRow row{a.model, a.loop, draft_stages(loop, a.loop), {}, "", {}};
   row.graphs = time_draft_graphs(device, loop, a.loop, machine);
+  if (chain) {
+    row.baseline_time = chain->time(chain_request(model_of(loop.drafter()), loop.drafter().config(), a.loop));
+    row.baseline = chain->what();
+  }
   print(row, machine);
   if (json) {
     const std::string line = json_line(row, machine);
@@ -142,6 +155,8 @@ void add_bench_draft(CLI::App& bench, int& exit_code) {
   command->add_option("--draft-tokens", a->loop.draft_tokens, "Tokens drafted per request")->capture_default_str();
   command->add_option("--context", a->loop.context, "Tokens of each prompt")->capture_default_str();
   command->add_option("--steps", a->loop.steps, "Steps whose stages are timed")->capture_default_str();
+  command->add_option("--chain", a->chain,
+                      "A Python with torch, to time the same modules over cuBLAS in one CUDA graph beside ours");
   command->add_option("--json", a->json, "Write the row as one JSON line");
   command->add_option("--device", a->device, "auto, cuda:0, ..")->capture_default_str();
   command->callback([a, &exit_code] { exit_code = bench_draft(*a); });

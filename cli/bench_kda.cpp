@@ -14,7 +14,7 @@
 #include "measure/bench_kda_host.h"
 #if TWOSTEP_CUDA
 #include "measure/bench_kda.h"
-#include "measure/kda_chain.h"
+#include "measure/torch_chain.h"
 #include "measure/tune_kda.h"
 #endif
 
@@ -158,8 +158,8 @@ int bench_on_gpu(const KdaBenchArguments& a, int index) {
                            kda_folded(bench.records ? StateMode::kRecords : StateMode::kSlots, bench.conv_len)));
   JsonFile json(a.json, kPlace);
   Machine machine = this_machine(command_of(a));
-  std::optional<KdaChain> chain;
-  if (!a.chain.empty()) chain.emplace(a.chain, index);
+  std::optional<TorchChain> chain;
+  if (!a.chain.empty()) chain.emplace(kKdaChain, a.chain, index);
   Progress progress("bench");
   std::size_t done = 0;
   std::map<double, double> rates;  // by writes per read
@@ -185,8 +185,8 @@ int bench_on_gpu(const KdaBenchArguments& a, int index) {
     for (const std::int64_t requests : a.requests) {
       KdaRow row = bench.measure(requests);
       if (chain) {
+        row.baseline_time = chain->time(chain_request(row.shape, row.ring));
         row.baseline = chain->what();
-        row.baseline_time = chain->time(row.shape, row.ring);
       }
       print_row(row);
       json.add(json_line(row, machine));

@@ -89,18 +89,24 @@ def kda_table():
 def draft_table():
     rows, path = newest_rows("draft")
     machine = rows[0]["machine"]
+    torch = next((r["baseline"] for r in rows if r.get("baseline_time")), None)
+    told = f" PyTorch: the same modules in one graph, in the same run ({torch})." if torch else ""
     lines = [
         f"{machine['device']}, driver {machine['driver']}; one GPU as one rank, one captured graph, cold L2; microseconds. The "
         "limit is a graph of kernels that only read the same bytes with the same edges, in the same run; weights, W2 and cache "
-        f"rows are counted ([rows]({path})).", "",
-        "| step | requests | context | MB | block pass and sampling | limit | ratio | ingest, 8 rows a request | its ratio |",
-        "| --- " * 9 + "|"]
+        f"rows are counted ([rows]({path})).{told}", "",
+        f"| step | requests | context | MB | block pass and sampling |{' PyTorch |' if torch else ''} limit | ratio "
+        "| ingest, 8 rows a request | its ratio |",
+        "| --- " * (10 if torch else 9) + "|"]
     for r in rows:
         case, ingest = r["case"], r["ingest"]
         time, limit = r["time"]["median_us"], r["limit"]["median_us"]
         of_ingest = ingest["time"]["median_us"]
+        of_torch = (r.get("baseline_time") or {}).get("median_us")
+        in_torch = (f"| {of_torch:.0f} " if of_torch else "| - ") if torch else ""
         lines.append(f"| {case['model']}, rank {case['rank']} of {case['tp']}, {case['draft_tokens']} drafts | {case['requests']} "
-                     f"| {case['context']} | {r['bytes'] / 1e6:.0f} | {time:.0f} | {limit:.0f} | {time / limit:.2f} "
+                     f"| {case['context']} | {r['bytes'] / 1e6:.0f} | {time:.0f} {in_torch}| {limit:.0f} "
+                     f"| {time / limit:.2f} "
                      f"| {of_ingest:.1f} | {of_ingest / ingest['limit']['median_us']:.2f} |")
     return "\n".join(lines)
 

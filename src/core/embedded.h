@@ -14,6 +14,6 @@ struct EmbeddedText {
 std::span<const EmbeddedText> embedded_kernels();  // kernels/
 std::span<const EmbeddedText> embedded_tactics();  // tactics/
 std::span<const EmbeddedText> embedded_cases();    // bench/cases/
-std::span<const EmbeddedText> embedded_chain();    // bench/kda_chain.py
+std::span<const EmbeddedText> embedded_chains();   // bench/*_chain.py
 
 }  // namespace twostep

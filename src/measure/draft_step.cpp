@@ -76,6 +76,8 @@ std::string json_line(const DraftStepRow& row, const Machine& machine) {
   json["percent_of_limit"] = 100 / g.over_limit();
   json["bar_over_limit"] = bar ? Json(*bar) : Json();
   json["bar_verdict"] = row.bar_verdict();
+  json["baseline"] = row.baseline;
+  json["baseline_time"] = summary_json(row.baseline_time);
   json["ingest"] = {
       {"time", summary_json(g.ingest)}, {"bytes", g.ingest_bytes}, {"limit", summary_json(g.ingest_limit)}};
   json["verify"] = {{"time", summary_json(g.verify)}};

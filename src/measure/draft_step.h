@@ -45,6 +45,8 @@ struct DraftStepRow {
   DraftLoopOptions options;
   std::vector<DraftStage> stages;
   DraftGraphs graphs;
+  std::string baseline;   // PyTorch over cuBLAS; empty: none
+  Summary baseline_time;  // of what `graphs.draft` is of
   std::optional<double> bar() const;
   const char* bar_verdict() const;  // "holds", "misses"; "none" where no bar is named
 };

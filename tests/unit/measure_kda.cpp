@@ -12,9 +12,9 @@
 #include "measure/bench_kda_host.h"
 #include "measure/check_kda.h"
 #include "measure/kda_bytes.h"
-#include "measure/kda_chain.h"
 #include "measure/kda_row.h"
 #include "measure/kernels.h"
+#include "measure/torch_chain.h"
 
 namespace twostep {
 namespace {
@@ -388,12 +388,12 @@ TEST(MeasureKdaRow, the_json_line_has_floor_bar_and_verdict) {
 
 // ---- The chain of public kernels. Fakes in shell.
 
-KdaChain fake_chain(const std::string& body) {
-  return KdaChain(std::vector<std::string>{"/bin/sh", "-c", "while read -r line; do " + body + "; done"});
+TorchChain fake_chain(const std::string& body) {
+  return {kKdaChain, std::vector<std::string>{"/bin/sh", "-c", "while read -r line; do " + body + "; done"}};
 }
 
 TEST(MeasureKdaChain, its_time_becomes_the_baseline_of_a_row) {
-  KdaChain chain = fake_chain(
+  TorchChain chain = fake_chain(
       R"(case $line in '{}') echo '{"what":"FLA 0.6"}';; *'"heads":12,"launches":64,"layers":3,"requests":32,"sets":6,"tokens":8'*) )"
       R"(echo '{"median_us":70.5,"p10_us":70,"p90_us":71,"kept":15,"dropped":3}';; esac)");
   KdaRow row;
@@ -404,8 +404,8 @@ TEST(MeasureKdaChain, its_time_becomes_the_baseline_of_a_row) {
   auto json = nlohmann::json::parse(json_line(row, this_machine("twostep bench kda")));
   EXPECT_EQ(json.at("baseline"), "");
   EXPECT_TRUE(json.at("baseline_time").is_null());
+  row.baseline_time = chain.time(chain_request(row.shape, row.ring));
   row.baseline = chain.what();
-  row.baseline_time = chain.time(row.shape, row.ring);
   json = nlohmann::json::parse(json_line(row, this_machine("twostep bench kda")));
   EXPECT_EQ(json.at("baseline"), "FLA 0.6");
   EXPECT_EQ(json.at("baseline_time").at("median_us"), 70.5);
@@ -415,8 +415,8 @@ TEST(MeasureKdaChain, its_time_becomes_the_baseline_of_a_row) {
 TEST(MeasureKdaChain, a_python_that_does_not_run_it_is_refused_with_its_reason) {
   const auto told = [](const std::string& body) -> std::string {
     try {
-      KdaChain chain = fake_chain(body);
-      (void)chain.time(shape(12, 1, 1), {3, 3, 3});
+      TorchChain chain = fake_chain(body);
+      (void)chain.time(chain_request(shape(12, 1, 1), {3, 3, 3}));
     } catch (const Error& error) {
       EXPECT_EQ(error.code(), StatusCode::kUnavailable);
       return error.what();
