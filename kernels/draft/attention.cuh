@@ -319,18 +319,14 @@ __device__ inline void merge(const Sum* sums, const PartStats* stats, int splits
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
       const int split = first + i * warps;
-      of_part[i] = split < splits ? stats_of(split) : make_float2(-infinity(), 0);
+      const bool has = split < splits;
+      of_part[i] = has ? stats_of(split) : make_float2(-infinity(), 0);
+      scale[i] = kScaled && has ? stats[part(split)].scale[slab] : 1.0f;
+      if (has) load_sums(sums + part(split) * Model::kKvLora + column, value[i]);
     }
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
       if (of_part[i].y == 0) continue;  // empty: what lies there is of another step
-      const int split = first + i * warps;
-      scale[i] = kScaled ? stats[part(split)].scale[slab] : 1.0f;
-      load_sums(sums + part(split) * Model::kKvLora + column, value[i]);
-    }
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      if (of_part[i].y == 0) continue;
       const float weight = exp2_approx(of_part[i].x - highest);
       total += weight * of_part[i].y;
 #pragma unroll

@@ -31,8 +31,7 @@ __device__ inline bool are_finite(uint4 eight) {
 }
 
 // One of `splits` parts of the context of request r.   position [M]; end [R]
-// Of at least kLeastTiles tiles: the last parts may be empty.
-template <class Model, bool kCausal, u32 kLeastTiles = 1>
+template <class Model, bool kCausal>
 struct KeysOfPart {
   const i64* of_request;  // positions of its kK rows
   i64 window;
@@ -49,8 +48,7 @@ struct KeysOfPart {
     last_window = u32(window_of(first + Model::kK - 1));
     const u32 low = first_seen / kKeys * kKeys;
     const u32 tiles = keys_end > low ? (keys_end - low + kKeys - 1) / kKeys : 0;
-    u32 tiles_of_split = (tiles + u32(splits) - 1) / u32(splits);
-    if (tiles_of_split < kLeastTiles) tiles_of_split = kLeastTiles;
+    const u32 tiles_of_split = (tiles + u32(splits) - 1) / u32(splits);
     begin = low + u32(split) * tiles_of_split * kKeys;
     stop = begin + tiles_of_split * kKeys;
     if (stop > keys_end) stop = keys_end;

@@ -20,8 +20,6 @@ constexpr int kGroupThreads = 128;
 constexpr int kSm90AttendThreads = kGroups * kGroupThreads;
 constexpr int kChunk = 64;  // columns: a swizzled row of 128 bytes
 constexpr float kSlack = 8;
-// Of a part: a second one costs less than the merge of twice as many parts, and leaves SMs to the next weights.
-constexpr u32 kLeastTiles = 2;
 
 template <class Model>
 struct Sm90AttendShared {
@@ -72,15 +70,7 @@ __device__ inline void sm90_attend(const Batch& batch, const u16* q, const i64* 
   pdl_wait();
 
   // ---- Find and fetch keys
-  const KeysOfPart<Model, kCausal, kLeastTiles> part(position, end, window, splits, split, r);
-  if (splits > 1 && part.begin >= part.stop) {  // an empty part
-    if (threadIdx.x < kQueryColumns && first_row + int(threadIdx.x) < kRows) {
-      PartStats& none = stats[(r * splits + split) * kRows + first_row + threadIdx.x];
-      none.base = -infinity();
-      none.total = 0;
-    }
-    return;
-  }
+  const KeysOfPart<Model, kCausal> part(position, end, window, splits, split, r);
   const auto find = [&](u32 tile, int stage) {
     if (threadIdx.x >= kKeys) return;
     const i64 place = part.place_of(batch, cache, r, tile + threadIdx.x);
