@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""The performance tables of README.md, from tactics/h200.json and the newest *-kda.jsonl and *-draft.jsonl of
-bench/results/h200.
+"""The performance tables of README.md, from tactics/h200.json, the newest *-kda.jsonl and the newest row of each
+case in *-draft.jsonl of bench/results/h200.
 
 With --check: exit 1 unless README.md holds them."""
 
@@ -86,15 +86,29 @@ def kda_table():
     return "\n".join(lines)
 
 
+def draft_rows():
+    """The newest row of each case, with the path of its file."""
+    newest = {}
+    for path in (ROOT / "bench/results/h200").glob("*-draft.jsonl"):
+        for line in path.read_text(encoding="utf-8").splitlines():
+            row = json.loads(line)
+            case = tuple(row["case"][key] for key in ("model", "tp", "rank", "requests", "context"))
+            if case not in newest or row["origin"]["date"] > newest[case][0]["origin"]["date"]:
+                newest[case] = (row, path.relative_to(ROOT))
+    return [newest[case] for case in sorted(newest, key=lambda case: (-case[1], case[4], case[3]))]
+
+
 def draft_table():
-    rows, path = newest_rows("draft")
+    found = draft_rows()
+    rows = [row for row, _ in found]
+    paths = ", ".join(f"[rows]({path})" for path in sorted({path for _, path in found}))
     machine = rows[0]["machine"]
     torch = next((r["baseline"] for r in rows if r.get("baseline_time")), None)
     told = f" PyTorch: the same modules in one graph, in the same run ({torch})." if torch else ""
     lines = [
         f"{machine['device']}, driver {machine['driver']}; one GPU as one rank, one captured graph, cold L2; microseconds. The "
         "limit is a graph of kernels that only read the same bytes with the same edges, in the same run; weights, W2 and cache "
-        f"rows are counted ([rows]({path})).{told}", "",
+        f"rows are counted ({paths}).{told}", "",
         f"| step | requests | context | MB | block pass and sampling |{' PyTorch |' if torch else ''} limit | ratio "
         "| ingest, 8 rows a request | its ratio |",
         "| --- " * (10 if torch else 9) + "|"]
