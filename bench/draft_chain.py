@@ -6,7 +6,8 @@ Needs torch. Reads a JSON object a line, the fields of Sizes, and answers each w
 embedding, layers, head, picks and confidence of one rank, BF16; or "failure", one sentence. `{}` asks for "what" alone.
 The argument is the GPU's number, or `cpu`: without a graph, for tests.
 
-What favours it: ids, positions, sines and pages are those of one batch; a request's cache is contiguous; the softmax
+What favours it: picks are the
+argmax, without noise; ids, positions, sines and pages are those of one batch; a request's cache is contiguous; the softmax
 scale is in the weight of q_b; the tables of the embedding and of Markov W1 hold this rank's ids alone. Attention is the
 faster of two ways over the same cache, in the absorbed form of both.
 """

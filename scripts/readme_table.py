@@ -89,13 +89,13 @@ def kda_table():
 def draft_rows():
     """The newest row of each case, with the path of its file."""
     newest = {}
-    for path in (ROOT / "bench/results/h200").glob("*-draft.jsonl"):
+    for path in sorted((ROOT / "bench/results/h200").glob("*-draft.jsonl")):
         for line in path.read_text(encoding="utf-8").splitlines():
             row = json.loads(line)
-            case = tuple(row["case"][key] for key in ("model", "tp", "rank", "requests", "context"))
+            case = tuple(row["case"][key] for key in ("model", "tp", "rank", "requests", "context", "draft_tokens"))
             if case not in newest or row["origin"]["date"] > newest[case][0]["origin"]["date"]:
                 newest[case] = (row, path.relative_to(ROOT))
-    return [newest[case] for case in sorted(newest, key=lambda case: (-case[1], case[4], case[3]))]
+    return [newest[case] for case in sorted(newest, key=lambda case: (-case[1], case[4], case[3], case[0] != "k3.1"))]
 
 
 def draft_table():
@@ -103,6 +103,7 @@ def draft_table():
     rows = [row for row, _ in found]
     paths = ", ".join(f"[rows]({path})" for path in sorted({path for _, path in found}))
     machine = rows[0]["machine"]
+    assert len({(row["machine"]["device"], row["machine"]["driver"]) for row in rows}) == 1, "rows of several machines"
     torch = next((r["baseline"] for r in rows if r.get("baseline_time")), None)
     told = f" PyTorch: the same modules in one graph, in the same run ({torch})." if torch else ""
     lines = [

@@ -3,13 +3,10 @@
 //   score[j, head, key] = kScale * (q[j, head] . row[key])          row = [latent | rope] of the cache
 //   o[j, head] = sum over visible keys of softmax(score) * row[key][0 .. kKvLora - 1]
 //
-// The k rows of a request and all heads share the keys: kK * kHeads query rows, kQueryRows of them per CTA. Visible:
-// keys before `end` on good pages; with kCausal, up to the row's own position; with a window, the last `window` of
-// them. A part of the context is read by one CTA per query tile; parts meet in `merge`, in their order, in FP32. A key
-// has weight 0 where it is not visible, and 0 * NaN is NaN. So a key that no row sees arrives as zeros, and what is not
-// finite of one that some rows see alone (behind their own position, or as the window moves on) becomes zero: it then
-// scores NaN for those who see it, and nothing for the others. The rows of a tile come by bulk copies, kStages tiles
-// under way at once; each has a thread that looks up its page a tile ahead.
+// The k rows of a request and all heads share the keys: kK * kHeads query rows, kQueryRows of them per CTA. What is
+// visible, and what becomes of the rest: keys.cuh. A part of the context is read by one CTA per query tile; parts meet
+// in `merge`, in a fixed order, in FP32. The rows of a tile come by bulk copies, kStages tiles under way at once; each
+// has a thread that looks up its page a tile ahead. On sm_90a: sm90_attention.cuh.
 #pragma once
 
 #include "draft/keys.cuh"
@@ -38,8 +35,9 @@ struct AttendShared {
 
 // One request's part of the context for kQueryRows query rows.
 //   q [M, heads, kCacheWidth]; position [M]; end [R]
-//   o [M, heads, kKvLora] where splits is 1; else sums [R, splits, kK * heads, kKvLora] and stats [..][2]: the largest
-//   score and the sum of exp(score - largest). An empty part leaves stats (-inf, 0) and no sums.
+//   o [M, heads, kKvLora] where splits is 1; else sums [R, splits, kK * heads, kKvLora] and stats alike,
+//   without columns: the largest score, of powers of two, and the sum of 2^(score - largest). An empty part leaves
+//   (-inf, 0) and no sums.
 // Grid (query tiles, splits, R), block kAttendThreads, dynamic shared memory sizeof(AttendShared<Model>).
 template <class Model, bool kCausal>
 __device__ inline void attend(const Batch& batch, const u16* q, const i64* position, const i64* end, Cache cache,
@@ -293,7 +291,6 @@ __device__ inline void merge(const Sum* sums, const PartStats* stats, int splits
   constexpr int kColumnBlocks = (Model::kKvLora + kMergeColumns - 1) / kMergeColumns;
   constexpr bool kScaled = sizeof(Sum) == 2;
   constexpr int kAtOnce = kScaled ? 9 : 4;  // loads under way: 72 or 32 parts of 8 warps
-  // Small enough that CTAs start beside those of sm90_attend(), and are there when these end.
   __shared__ float4 given[kWarps / 2][2][kWarp];
   __shared__ float given_total[kWarps / 2];
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;

@@ -16,7 +16,7 @@ constexpr float kLog2E = 1.442695041f;  // scores times this: their exponentials
 // What a part of the context leaves of a query row besides its sum of values: what its exponentials were taken from,
 // their sum, and what the sum of values is a multiple of, in each slab of its columns. An empty part leaves (-inf, 0).
 constexpr int kSlabs = 8;
-constexpr float kLeastSlab = 1e-30f;  // a slab of less is 0
+constexpr float kLeastSlab = 1e-30f, kLargestSlab = 0x1p126f;  // a slab of less is 0, of more NaN: it has no reciprocal
 struct PartStats {
   float base, total;
   float scale[kSlabs];
@@ -37,7 +37,7 @@ struct KeysOfPart {
   i64 window;
   u32 top;                      // position of its first row
   u32 first_seen, last_window;  // the first key that its first row sees, and its last row
-  u32 begin, stop;              // whole tiles, up to the end of the keys: below 2^31
+  u32 begin, stop;              // from a whole tile on, up to the end of the keys; none where begin is not below
 
   __device__ KeysOfPart(const i64* position, const i64* end, i64 of_window, int splits, int split, i64 r)
       : of_request(position + r * Model::kK), window(of_window) {

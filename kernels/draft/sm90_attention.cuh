@@ -4,9 +4,10 @@
 //   o^T [kKvLora, 48 queries]     += keys [64, 0 .. kKvLora - 1]^T . p [48, 64 keys]^T
 //
 // A tile of keys lies in shared memory once, in chunks of 64 columns, and both products read it there: the one as rows,
-// the other as columns. 48 queries hold 42, half of 7 rows of 12 heads. Two warpgroups share each tile: of the scores
-// each sums half of the columns of q, and then has half of the queries for the softmax; of o each has half of the
-// columns, in registers. The next tile is fetched meanwhile, each in thirds: the first one is multiplied as it arrives.
+// the other as columns. 48 queries: the 84 of 7 rows of 12 heads are two CTAs. Two warpgroups share each tile: of the
+// scores each sums half of the columns of q, and then has half of the queries for the softmax; of o each has half of
+// the columns, in registers. The next tile is fetched meanwhile, each in thirds: the first one is multiplied as it
+// arrives.
 #pragma once
 
 #include "common/sm90_wgmma.cuh"
@@ -297,6 +298,8 @@ __device__ inline void sm90_attend(const Batch& batch, const u16* q, const i64* 
     stage ^= 1;
   }
 
+  copy_async_wait<0>();  // q of an empty part, too
+
   // ---- Totals
 #pragma unroll
   for (int step = 4; step < kWarp; step *= 2)
@@ -328,7 +331,7 @@ __device__ inline void sm90_attend(const Batch& batch, const u16* q, const i64* 
       largest = fmaxf(largest, fmaxf(fabsf(acc[m][i / 2 * 4 + i % 2]), fabsf(acc[m][i / 2 * 4 + 2 + i % 2])));
 #pragma unroll
     for (int step = 4; step < kWarp; step *= 2) largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, step));
-    scale[i] = largest < kLeastSlab ? 0.0f : reciprocal(largest);
+    scale[i] = largest < kLeastSlab ? 0.0f : largest > kLargestSlab ? not_a_number() : reciprocal(largest);
     if (lane < 4 && first_row + row < kRows) stats[first_of_part + row].scale[4 * group + warp] = largest;
   }
 

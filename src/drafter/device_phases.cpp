@@ -250,7 +250,7 @@ class DevicePhases final : public StepPhases {
                                          : StepKernel::kAttend;
     launch(kernel, {query_tiles(), splits, batch.requests}, stream, arguments);
     if (splits == 1) return;
-    // A row's parts are shared by so many warps that each has them all under way at once.
+    // A row's parts are shared by so many warps that each has its own under way at once, up to all of a CTA.
     const std::int64_t at_once = wgmma_ ? 9 : 4;
     std::int32_t log2 = 0;
     while ((32 << log2) < kMergeThreads && (at_once << log2) < splits) ++log2;
@@ -433,7 +433,8 @@ Status check_sizes(const StepModel& m) {
   if (m.kv_lora % 16 != 0 || m.rope % 16 != 0)
     return refuse("kv_lora_rank, qk_rope_head_dim", fmt::format("{}, {}", m.kv_lora, m.rope),
                   "multiples of 16 on a GPU");
-  // absorb: rows of q and of W_UK, the depth rounded up to 32. values: rows of o and of W_UV, FP32 sums of each warp.
+  // absorb: rows of W_UK, the depth rounded up to 32, and q's, in registers, at the same price. values: rows of o and
+  // of W_UV, FP32 sums of each warp.
   constexpr std::int64_t kOfDepth = 2 * (kBlockRows + kAbsorbColumns + kPad);
   if (auto s = within("qk_nope_head_dim", m.nope, kOfDepth, 31 * kOfDepth + 2 * kBlockRows * kPad); !s.ok()) return s;
   return within("kv_lora_rank", m.kv_lora, 2 * (kBlockRows + kValueColumns),

@@ -8,8 +8,8 @@
 namespace twostep {
 
 // Every kernel of the step for one architecture. Throws kUnsupported where it, or the model, has none of ours.
-StepGpu step_gpu(const DeviceFacts& facts);
-
 std::vector<CompileRequest> step_kernel_requests(const StepKernelModel& model, int arch);
+
+StepGpu step_gpu(const DeviceFacts& facts);
 
 }  // namespace twostep
