@@ -176,6 +176,15 @@ __device__ inline void mma_16x8x16(float (&d)[4], const u32 (&a)[4], u32 b0, u32
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
+// d[16 x 8] += a[16 x 8] * b[8 x 8], FP32 of which the upper 19 bits count, FP32 sums.
+__device__ inline void mma_16x8x8(float (&d)[4], const float (&a)[4], float b0, float b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
+      "%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(__float_as_uint(a[0])), "r"(__float_as_uint(a[1])), "r"(__float_as_uint(a[2])), "r"(__float_as_uint(a[3])),
+        "r"(__float_as_uint(b0)), "r"(__float_as_uint(b1)));
+}
 
 // ---- Memory that peers, or CTAs of this grid, write at the same time. Relaxed: each word is whole, nothing else is
 // ordered by it; vectors may arrive word by word.

@@ -18,10 +18,13 @@
 //   q, k   = scale y_q / sqrt(|y_q|^2 + 1e-6),  y_k / sqrt(|y_k|^2 + 1e-6)
 //   g      = R16(F_B f);  decay = exp(lb sigmoid(A (g + dt_bias))), or exp(-A softplus(g + dt_bias))
 //
-// and then walk through the tokens with the state in registers, eight lanes to a row v, `kPassRows` rows a thread:
+// and then, with 16 `kPassRows` elements of the state in the registers of a thread, for each token
 //
 //   S = S decay;  p = S k;  u = beta (v - p);  o = S q + u (k . q);  S = S + u k^T;  o = R16(o)
 //   out = R16(o rsqrt(mean o^2 + eps) norm sigmoid(z))
+//
+// A verify step gets p and o of all tokens from one pass over the state before them (chunk.cuh). Decode has eight lanes
+// to a row, `kPassRows` rows a thread.
 //
 // With kRecords all is of column 0, and the accepted tokens that the last verify step recorded come first: k and decay
 // from their k and g as above, then S = S decay; S = S + u k^T with their u. That S is stored; the new tokens leave u,
@@ -37,7 +40,7 @@
 // A dead request takes a branch: it writes zeros, touches no cache, and still meets its cluster's barrier.
 #pragma once
 
-#include "common/ptx.cuh"
+#include "kda/chunk.cuh"
 
 namespace twostep::kda {
 
@@ -72,8 +75,6 @@ struct Params {
   i64 record_stride;
 };
 
-constexpr int kDim = 128;  // keys and values of a head
-
 // The numbers that follow from a configuration. The host computes kSmemBytes too; they must agree.
 template <class C>
 struct Layout {
@@ -89,18 +90,26 @@ struct Layout {
   static constexpr int kEntries = C::kConvLen - 2;    // tokens that a slot has records of
   // Of them, those that a step may fold: no step records more than 8.
   static constexpr int kFolded = !C::kRecords ? 0 : kEntries < 8 ? kEntries : 8;
-  static constexpr bool kNotes = C::kRecords && C::kTokens > 1;  // records its tokens
+  static constexpr bool kVerify = C::kTokens > 1;
+  static constexpr bool kNotes = C::kRecords && kVerify;  // records its tokens
+  // Of verify: the state of a pass is cut into tiles of 16 rows, and a tile's keys among so many warps.
+  static constexpr int kTileWarps = 4 / C::kPassRows;
+  // Floats from token to token: of k, q, decay and D k; of v, u and o. Neighbouring tokens lie in other banks.
+  static constexpr int kTokenPitch = kVerify ? 4 * kDim + 16 : 3 * kDim;
+  static constexpr int kValuePitch = kVerify ? kValues + 4 : kValues;
 
   // Shared memory, bytes.
   static constexpr int kWeights = kValues * kDim * 4;  // after the state: conv taps [4][128] of Q and of K,
                                                        // [4][kValues] of V, norm weight [kValues]
   static constexpr int kWeightBytes = (4 * (2 * kDim + kValues) + kValues) * 4;
-  static constexpr int kVectors = kWeights + kWeightBytes;  // k, q, decay of each token
-  static constexpr int kV = kVectors + C::kTokens * 3 * kDim * 4;
-  static constexpr int kO = kV + C::kTokens * kValues * 4;  // before o, u of each folded token
-  static constexpr int kRecalled = kO + (kFolded > C::kTokens ? kFolded : C::kTokens) * kValues * 4;  // k and decay
-  static constexpr int kScalars = kRecalled + kFolded * 2 * kDim * 4;  // beta and k . q of each token
-  static constexpr int kSums = kScalars + C::kTokens * 8;              // of squares: [split][tokens]
+  static constexpr int kVectors = kWeights + kWeightBytes;  // of each token (TokenRow)
+  static constexpr int kV = kVectors + C::kTokens * kTokenPitch * 4;
+  static constexpr int kO = kV + C::kTokens * kValuePitch * 4;  // before o, u of each folded token
+  static constexpr int kRecalled = kO + (kFolded > C::kTokens ? kFolded : C::kTokens) * kValuePitch * 4;  // k and decay
+  static constexpr int kCoefficients = kRecalled + kFolded * 2 * kDim * 4;  // of verify: [tokens][2][kChunk]
+  static constexpr int kScalars =
+      kCoefficients + (kVerify ? C::kTokens * 2 * kChunk * 4 : 0);  // beta; of decode, k . q
+  static constexpr int kSums = kScalars + C::kTokens * 8;           // of squares: [split][tokens]
   static constexpr int kBarriers = (kSums + C::kSplit * C::kTokens * 4 + 7) / 8 * 8;
   static constexpr int kSmemBytes = kBarriers + (kPasses + 2 + C::kRecords) * 8;
   // k and g of each token as BF16, for its record: where the taps were.
@@ -171,15 +180,6 @@ __device__ inline void read_length(Request& r, const Params& p, i64 n, bool coun
 
 // ---- Convolution, SiLU, norm: one warp per token, four neighbouring channels of a third per lane
 
-// Four BF16 as they lie in memory.
-__device__ inline float4 widen(uint2 raw) {
-  return {__uint_as_float(raw.x << 16), __uint_as_float(raw.x & 0xffff0000u), __uint_as_float(raw.y << 16),
-          __uint_as_float(raw.y & 0xffff0000u)};
-}
-__device__ inline uint2 narrow(float4 v) { return {pack_bf16(v.x, v.y), pack_bf16(v.z, v.w)}; }
-__device__ inline uint2 load_four(const u16* from) { return *reinterpret_cast<const uint2*>(from); }
-__device__ inline void store_four(u16* to, uint2 raw) { *reinterpret_cast<uint2*>(to) = raw; }
-
 // Position `position` of four channels in a line.
 template <class C>
 __device__ inline uint2 load_tap(const u16* line, int channel, int position) {
@@ -213,25 +213,6 @@ __device__ inline float silu(float x) {
   const float r = reciprocal(d);
   const float y = x * r;
   return y + (x - d * y) * r;
-}
-
-__device__ inline float4 multiply_add(float4 a, float4 b, float4 c) {
-  return {a.x * b.x + c.x, a.y * b.y + c.y, a.z * b.z + c.z, a.w * b.w + c.w};
-}
-// These two leave the compiler no choice of what to fuse, wherever they stand: a fold must give the bits of the step
-// that was recorded.
-__device__ inline float4 multiplied(float4 a, float4 b) {
-  return {__fmul_rn(a.x, b.x), __fmul_rn(a.y, b.y), __fmul_rn(a.z, b.z), __fmul_rn(a.w, b.w)};
-}
-__device__ inline float squares(float4 a) {
-  return __fmaf_rn(a.w, a.w, __fmaf_rn(a.z, a.z, __fmaf_rn(a.x, a.x, __fmul_rn(a.y, a.y))));
-}
-__device__ inline float4 scaled(float4 a, float s) { return {a.x * s, a.y * s, a.z * s, a.w * s}; }
-__device__ inline float dot(float4 a, float4 b) { return a.x * b.x + a.y * b.y + a.z * b.z + a.w * b.w; }
-__device__ inline float warp_sum(float v) {
-#pragma unroll
-  for (int i = 16; i > 0; i /= 2) v += __shfl_xor_sync(~0u, v, i);
-  return v;
 }
 
 // What token t of four channels sees: positions t .. t + 3 of the sequence (h0, h1, h2, x_0, x_1, ..).
@@ -328,7 +309,7 @@ struct Gate {
       if (lane / 4 < C::kTokens) f[i] = *reinterpret_cast<const uint4*>(from + i * 32);
     }
   }
-  // decay of every token to shared memory: vectors[t][2][j].
+  // decay of every token to its row.
   __device__ void compute(const Params& p, i64 first_row, int head, bool writes_rounded, float* vectors, int warp,
                           int lane) {
 #pragma unroll
@@ -347,7 +328,7 @@ struct Gate {
         if (t >= C::kTokens) continue;
         const int j = row(warp, b, e / 2, lane);
         const float rounded = round_bf16(g[e]);
-        vectors[(t * 3 + 2) * kDim + j] = decay_of<C>(p, a, rounded + dt_bias[b][e / 2]);
+        vectors[t * L::kTokenPitch + kDecay * kDim + j] = decay_of<C>(p, a, rounded + dt_bias[b][e / 2]);
         if (writes_rounded) p.rounded[((first_row + t) * 4 + 3) * L::kChannels + head * kDim + j] = to_bf16(g[e]);
       }
     }
@@ -364,13 +345,13 @@ struct Gate {
   }
 };
 
-// ---- Recurrence: eight lanes to a row v; a lane holds keys 32 i + 4 lane .. + 3 of its rows
+// ---- Recurrence of decode: eight lanes to a row v; a lane holds keys 32 i + 4 lane .. + 3 of its rows
 
-// k, q and decay of one token, this lane's keys.
+// k, q and decay of the token, this lane's keys.
 struct Vectors {
   float4 k[4], q[4], decay[4];
-  __device__ void load(const float* vectors, int t, int lane) {
-    const float4* from = reinterpret_cast<const float4*>(vectors + t * 3 * kDim) + lane;
+  __device__ void load(const float* vectors, int lane) {
+    const float4* from = reinterpret_cast<const float4*>(vectors) + lane;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       k[i] = from[i * 8];
@@ -424,7 +405,7 @@ struct Recall {
   // To row[0] and row[1], where the raw values may lie once every lane has its own.
   __device__ void compute(const Params& p, uint2 k_raw, uint2 g_raw, float* row, int lane) const {
     const float4 k = widen(k_raw), g = widen(g_raw);
-    const float k_scale = rsqrtf(warp_sum(squares(k)) + 1e-6f);
+    const float k_scale = rsqrtf(warp_sum(dot(k, k)) + 1e-6f);
     float4* to = reinterpret_cast<float4*>(row) + lane;
     to[0] = scaled(k, k_scale);
     to[kDim / 4] = {decay_of<C>(p, a, g.x + dt_bias.x), decay_of<C>(p, a, g.y + dt_bias.y),
@@ -477,7 +458,7 @@ __device__ inline void load_records(const Records<C>& records, int tokens, u32 s
   for (int t = 0; t < tokens; ++t) {
     bulk_load(smem + L::kRecalled + t * 2 * kDim * 4, records.k(t), kDim * 2, barrier);
     bulk_load(smem + L::kRecalled + (t * 2 + 1) * kDim * 4, records.g(t), kDim * 2, barrier);
-    bulk_load(smem + L::kO + t * L::kValues * 4, records.u(t) + rank * L::kValues, L::kValues * 4, barrier);
+    bulk_load(smem + L::kO + t * L::kValuePitch * 4, records.u(t) + rank * L::kValues, L::kValues * 4, barrier);
   }
 }
 __device__ inline void wait_arrival(u32 barrier) {
@@ -492,8 +473,8 @@ __device__ inline void kda_step(const Params& p) {
   const u32 state_smem = smem_address(smem);
   const float* taps = reinterpret_cast<const float*>(smem + L::kWeights);
   const float* norm_weight = taps + 4 * (2 * kDim + L::kValues);
-  float* vectors = reinterpret_cast<float*>(smem + L::kVectors);    // [tokens][k, q, decay][128]
-  float* v_smem = reinterpret_cast<float*>(smem + L::kV);           // [tokens][values]
+  float* vectors = reinterpret_cast<float*>(smem + L::kVectors);    // [tokens][TokenRow][128]
+  float* v_smem = reinterpret_cast<float*>(smem + L::kV);           // [tokens][values]; of verify, u in its place
   float* o_smem = reinterpret_cast<float*>(smem + L::kO);           // [tokens][values]
   float2* scalars = reinterpret_cast<float2*>(smem + L::kScalars);  // beta, k . q
   float* sums = reinterpret_cast<float*>(smem + L::kSums);          // [split][tokens]
@@ -640,11 +621,11 @@ __device__ inline void kda_step(const Params& p) {
     }
     const float4 q = q_window.convolve(p, q_channel, taps + lane * 4, kDim);
     const float4 k = k_window.convolve(p, k_channel, taps + 4 * kDim + lane * 4, kDim);
-    const float qq = warp_sum(dot(q, q)), kk = warp_sum(squares(k)), qk = warp_sum(dot(q, k));
+    const float qq = warp_sum(dot(q, q)), kk = warp_sum(dot(k, k)), qk = L::kVerify ? 0 : warp_sum(dot(q, k));
     const float q_scale = p.scale * rsqrtf(qq + 1e-6f), k_scale = rsqrtf(kk + 1e-6f);
-    float4* to = reinterpret_cast<float4*>(vectors + t * 3 * kDim) + lane;
-    to[0] = scaled(k, k_scale);
-    to[kDim / 4] = scaled(q, q_scale);
+    float4* to = reinterpret_cast<float4*>(vectors + t * L::kTokenPitch) + lane;
+    to[kKey * kDim / 4] = scaled(k, k_scale);
+    to[kQuery * kDim / 4] = scaled(q, q_scale);
     if constexpr (L::kNotes) {
       if (t == warp) noted_k[0] = narrow(k);
       else noted_k[1] = narrow(k);
@@ -660,7 +641,7 @@ __device__ inline void kda_step(const Params& p) {
     for (int t = v_warp; t < r.length; t += C::kWarps) {
       if (t != v_warp) v_window.load_inputs(rows, t, v_channel), v_window.load_history(line, r.accepted, t, v_channel);
       const float4 v = v_window.convolve(p, v_channel, taps + 8 * kDim + lane * 4, L::kValues);
-      *reinterpret_cast<float4*>(v_smem + t * L::kValues + lane * 4) = v;
+      *reinterpret_cast<float4*>(v_smem + t * L::kValuePitch + lane * 4) = v;
       if (writes_rounded)
         store_four(p.rounded + ((n * C::kTokens + t) * 4 + 2) * L::kChannels + first_value + lane * 4, narrow(v));
     }
@@ -688,49 +669,128 @@ __device__ inline void kda_step(const Params& p) {
 
   // ---- Delta rule
 
-  const int row_lane = lane % 8;
-  const int group = threadIdx.x / 8;
-  Vectors token;
-  if constexpr (C::kTokens == 1) token.load(vectors, 0, row_lane);
-#pragma unroll
-  for (int pass = 0; pass < L::kPasses; ++pass) {
-    wait_arrival(state_barriers + pass * 8);
-    const int first = pass * L::kPassValues + group;
-    float4 s[C::kPassRows][4];
-#pragma unroll
-    for (int g = 0; g < C::kPassRows; ++g)
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-        s[g][i] = load_shared_float4(state_smem + ((first + g * L::kGroups) * (kDim / 4) + i * 8 + row_lane) * 16);
-    if constexpr (C::kRecords) {
+  if constexpr (L::kVerify) {
+    float* coefficients = reinterpret_cast<float*>(smem + L::kCoefficients);
+    for (int t = warp; t < r.length; t += C::kWarps)
+      combine_tokens<C::kTokens, L::kTokenPitch>(vectors, coefficients, t, lane);
+    const int tile = warp / L::kTileWarps, part = warp % L::kTileWarps;
+    constexpr int kPartKeys = kDim / L::kTileWarps;
+    // Of the tile, so that tiles need not wait for each other.
+    const auto tile_barrier = [&] {
+      if constexpr (L::kTileWarps == 1) __syncwarp();
+      else named_barrier(1 + tile, L::kTileWarps * 32);
+    };
 #pragma unroll 1
-      for (int t = 0; t < pending; ++t) {
-        float u[C::kPassRows];
-#pragma unroll
-        for (int g = 0; g < C::kPassRows; ++g) u[g] = o_smem[t * L::kValues + first + g * L::kGroups];
-        fold_token(s, recalled + t * 2 * kDim, u, row_lane);
+    for (int pass = 0; pass < L::kPasses; ++pass) {
+      const int first = pass * L::kPassValues + tile * 16;
+      wait_arrival(state_barriers + pass * 8);
+      Tile<C::kPassRows> state;
+      const u32 tile_at = (first * kDim + part * kPartKeys) * 4;
+      state.load(state_smem + tile_at, lane);
+      const i64 to = i64(first_value + first) * kDim + part * kPartKeys;
+      if constexpr (C::kRecords) {
+#pragma unroll 1
+        for (int t = 0; t < pending; ++t) {
+          const float* k = recalled + t * 2 * kDim + part * kPartKeys;
+          state.update(k, k + kDim, o_smem + t * L::kValuePitch + first, lane);
+        }
+        if (pending > 0) state.store(p.state + r.line * p.state_stride + to, lane);
       }
-      if (C::kTokens > 1 && pending > 0) {
-        float* to = p.state + r.line * p.state_stride + i64(first_value + first) * kDim + row_lane * 4;
+      if (pass == 0) __syncthreads();  // what the rows need of all tokens is there
+
+      // S0 (D k) and S0 (D q), of this warp's keys, to where it has read the state: 8 columns of a row at a time.
+      constexpr int kProducts = C::kTokens > 4 ? 2 : 1;   // with up to 4 tokens both fit into 8 columns
+      constexpr int kColumns = kChunk / (3 - kProducts);  // of p
+      const int column = lane / 4, column_token = column % kColumns;
+      const float* vector =
+          vectors + (column_token < C::kTokens ? column_token : 0) * L::kTokenPitch + part * kPartKeys;
+      float* sums_at = reinterpret_cast<float*>(smem + tile_at);
+      __syncwarp();  // the rows are read
 #pragma unroll
-        for (int g = 0; g < C::kPassRows; ++g)
-#pragma unroll
-          for (int i = 0; i < 4; ++i) store_streaming(to + g * L::kGroups * kDim + i * 32, s[g][i]);
+      for (int i = 0; i < kProducts; ++i) {
+        float product[4] = {}, small[4] = {};
+        const bool of_q = kProducts == 2 ? i == 1 : column >= kColumns;
+        state.multiply(vector + (of_q ? kQuery : kDecayedKey) * kDim, product, small, lane);
+        float2* sums_to = reinterpret_cast<float2*>(sums_at + lane / 4 * kDim + (lane / 4 + 2 * i) % 4 * 8) + lane % 4;
+        sums_to[0] = {product[0] + small[0], product[1] + small[1]};
+        sums_to[8 * kDim / 2] = {product[2] + small[2], product[3] + small[3]};
       }
-      __syncwarp();  // the rows' u are read: o takes their place
+      tile_barrier();
+
+      // u and o: a token per lane, a row per eight lanes, its sums from all warps of the tile.
+      const int t = lane % kChunk;
+      const bool has_token = t < r.length;
+      const float beta_t = has_token ? scalars[t].x : 0;
+      float of_p[kChunk], of_o[kChunk], row_u[C::kPassRows], row_o[C::kPassRows];
+      const float4* from = reinterpret_cast<const float4*>(coefficients + (has_token ? t : 0) * 2 * kChunk);
+#pragma unroll
+      for (int i = 0; i < kChunk; i += 4) {
+        const float4 of_k = scaled(from[i / 4], -beta_t), of_q = from[(kChunk + i) / 4];
+        of_p[i] = of_k.x, of_p[i + 1] = of_k.y, of_p[i + 2] = of_k.z, of_p[i + 3] = of_k.w;
+        of_o[i] = of_q.x, of_o[i + 1] = of_q.y, of_o[i + 2] = of_q.z, of_o[i + 3] = of_q.w;
+      }
+      const int first_row = part * 4 * C::kPassRows + lane / 8;  // of the tile's 16; the next ones 4 on
+#pragma unroll
+      for (int i = 0; i < C::kPassRows; ++i) {
+        const int row = first_row + i * 4;
+        const float* row_sums = reinterpret_cast<const float*>(smem) + (first + row) * kDim;
+        float sum_p = 0, sum_o = 0;
+#pragma unroll
+        for (int w = 0; w < L::kTileWarps; ++w) {
+          sum_p += row_sums[w * kPartKeys + row % 4 * 8 + t];
+          if constexpr (kProducts == 2) sum_o += row_sums[w * kPartKeys + (row + 2) % 4 * 8 + t];
+          else sum_o += row_sums[w * kPartKeys + row % 4 * 8 + (t + kColumns) % kChunk];
+        }
+        row_u[i] = has_token ? __fmul_rn(beta_t, v_smem[t * L::kValuePitch + first + row] - sum_p) : 0;
+        row_o[i] = sum_o;
+      }
+      solve_rows<C::kTokens>(row_u, row_o, of_p, of_o, lane);
+#pragma unroll
+      for (int i = 0; i < C::kPassRows; ++i) {
+        if (!has_token) continue;
+        const int at = t * L::kValuePitch + first + first_row + i * 4;
+        v_smem[at] = row_u[i];
+        o_smem[at] = round_bf16(row_o[i]);
+      }
+
+      if constexpr (!C::kRecords) {
+        tile_barrier();  // u of the tile is there
+#pragma unroll 1
+        for (int token = 0; token < r.length; ++token) {
+          const float* k = vectors + token * L::kTokenPitch + part * kPartKeys;
+          state.update(k, k + kDecay * kDim, v_smem + token * L::kValuePitch + first, lane);
+          const int slot = __shfl_sync(~0u, r.window_slots, token);
+          if (is_live(p, slot)) state.store(p.state + slot * p.state_stride + to, lane);
+        }
+      }
     }
+  } else {
+    const int row_lane = lane % 8;
+    const int group = threadIdx.x / 8;
+    Vectors token;
+    token.load(vectors, row_lane);
+    const float2 scalar = scalars[0];
+#pragma unroll
+    for (int pass = 0; pass < L::kPasses; ++pass) {
+      wait_arrival(state_barriers + pass * 8);
+      const int first = pass * L::kPassValues + group;
+      float4 s[C::kPassRows][4];
+#pragma unroll
+      for (int g = 0; g < C::kPassRows; ++g)
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          s[g][i] = load_shared_float4(state_smem + ((first + g * L::kGroups) * (kDim / 4) + i * 8 + row_lane) * 16);
+      if constexpr (C::kRecords) {
 #pragma unroll 1
-    for (int t = 0; t < r.length; ++t) {
-      if constexpr (C::kTokens > 1) token.load(vectors, t, row_lane);
-      const float2 scalar = scalars[t];
-      float* to = nullptr;
-      bool stores = false;
-      if constexpr (!L::kNotes) {
-        const int slot = __shfl_sync(~0u, r.window_slots, t);
-        to = p.state + slot * p.state_stride + i64(first_value + first) * kDim + row_lane * 4;
-        stores = C::kTokens == 1 || is_live(p, slot);
+        for (int t = 0; t < pending; ++t) {
+          float u[C::kPassRows];
+#pragma unroll
+          for (int g = 0; g < C::kPassRows; ++g) u[g] = o_smem[t * L::kValues + first + g * L::kGroups];
+          fold_token(s, recalled + t * 2 * kDim, u, row_lane);
+        }
+        __syncwarp();  // the rows' u are read: o takes their place
       }
-      float noted_u[C::kPassRows];
+      float* to = p.state + r.line * p.state_stride + i64(first_value + first) * kDim + row_lane * 4;
 #pragma unroll
       for (int g = 0; g < C::kPassRows; ++g) {
         float pk = 0, oq = 0;
@@ -742,22 +802,13 @@ __device__ inline void kda_step(const Params& p) {
         }
         pk = row_sum(pk), oq = row_sum(oq);
         const int value = first + g * L::kGroups;
-        const float u = scalar.x * (v_smem[t * L::kValues + value] - pk);
-        noted_u[g] = u;
+        const float u = scalar.x * (v_smem[value] - pk);
 #pragma unroll
         for (int i = 0; i < 4; ++i) s[g][i] = multiply_add({u, u, u, u}, token.k[i], s[g][i]);
-        if (row_lane == 0) o_smem[t * L::kValues + value] = round_bf16(oq + u * scalar.y);
-        if (stores)
+        if (row_lane == 0) o_smem[value] = round_bf16(oq + u * scalar.y);
 #pragma unroll
-          for (int i = 0; i < 4; ++i) store_streaming(to + g * L::kGroups * kDim + i * 32, s[g][i]);
+        for (int i = 0; i < 4; ++i) store_streaming(to + g * L::kGroups * kDim + i * 32, s[g][i]);
       }
-      if constexpr (L::kNotes) {
-        __syncwarp();  // the rows' lanes have read v
-#pragma unroll
-        for (int g = 0; g < C::kPassRows; ++g)
-          if (row_lane == 0) v_smem[t * L::kValues + first + g * L::kGroups] = noted_u[g];
-      }
-      if constexpr (C::kTokens == 1) break;
     }
   }
 
@@ -784,7 +835,7 @@ __device__ inline void kda_step(const Params& p) {
     const int t = warp + i * C::kWarps;
     if (t >= r.length) break;
     o[i] = {0, 0, 0, 0};
-    if (has_values) o[i] = *reinterpret_cast<const float4*>(o_smem + t * L::kValues + lane * 4);
+    if (has_values) o[i] = *reinterpret_cast<const float4*>(o_smem + t * L::kValuePitch + lane * 4);
     const float sum = warp_sum(dot(o[i], o[i]));
     if constexpr (C::kSplit == 1) {
       if (lane == 0) sums[t] = sum;
@@ -810,7 +861,7 @@ __device__ inline void kda_step(const Params& p) {
         if (t >= r.length) break;
         if (has_values)
           store_streaming(records.u(t) + rank * L::kValues + lane * 4,
-                          *reinterpret_cast<const float4*>(v_smem + t * L::kValues + lane * 4));
+                          *reinterpret_cast<const float4*>(v_smem + t * L::kValuePitch + lane * 4));
         if (t % C::kSplit != rank) continue;
         store_four(records.k(t) + lane * 4, load_four(noted + t * 2 * kDim + lane * 4));
         store_four(records.g(t) + lane * 4, load_four(noted + (t * 2 + 1) * kDim + lane * 4));

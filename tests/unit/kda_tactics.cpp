@@ -82,9 +82,10 @@ TEST(KdaTactics, shared_memory_holds_the_state_of_a_cta_and_grows_with_the_token
     const int state = 128 / tactic.split * 128 * 4;
     EXPECT_GE(kda_smem_bytes(1, tactic), state);
     EXPECT_LE(kda_smem_bytes(kKdaMaxTokens, tactic), state + 32768);
-    const int token = kda_smem_bytes(2, tactic) - kda_smem_bytes(1, tactic);
-    EXPECT_GE(token, 3 * 128 * 4);  // q, k and decay
-    for (int tokens = 2; tokens <= kKdaMaxTokens; ++tokens) {
+    EXPECT_GE(kda_smem_bytes(2, tactic) - kda_smem_bytes(1, tactic), 3 * 128 * 4);  // q, k and decay
+    const int token = kda_smem_bytes(3, tactic) - kda_smem_bytes(2, tactic);
+    EXPECT_GE(token, 4 * 128 * 4);  // and the decayed k
+    for (int tokens = 3; tokens <= kKdaMaxTokens; ++tokens) {
       const int step = kda_smem_bytes(tokens, tactic) - kda_smem_bytes(tokens - 1, tactic);
       EXPECT_NEAR(step, token, 8);  // but for rounding
     }
@@ -102,7 +103,8 @@ TEST(KdaTactics, records_ask_for_room_and_every_split_has_it) {
       for (const KdaTactic& tactic : valid_kda_tactics(tokens, facts)) {
         // k and decay of each folded token; u lies where o will be.
         const int room = kda_smem_bytes(tokens, tactic, 8) - kda_smem_bytes(tokens, tactic);
-        EXPECT_EQ(room, 8 * 1024 + (8 - tokens) * (128 / tactic.split) * 4 + 8) << to_string(tactic);
+        const int row = 128 / tactic.split + (tokens > 1 ? 4 : 0);
+        EXPECT_EQ(room, 8 * 1024 + (8 - tokens) * row * 4 + 8) << to_string(tactic);
         EXPECT_TRUE(kda_tactic_valid(tactic, tokens, facts, 8).ok()) << to_string(tactic) << ", " << tokens;
       }
 }
