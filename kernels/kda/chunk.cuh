@@ -42,26 +42,31 @@ constexpr int kChunk = 8;                             // coefficients of a token
 
 // Of token t, by a warp, four neighbouring keys per lane: D k and D q, and what u of the tokens before counts in its p
 // and o. `tokens`: rows of all tokens, kPitch floats from token to token.
-template <int kTokens, int kPitch>
+template <int kPitch>
 __device__ inline void combine_tokens(float* tokens, float* coefficients, int t, int lane) {
   const auto row = [&](int s, TokenRow which) {
     return reinterpret_cast<float4*>(tokens + s * kPitch + which * kDim) + lane;
   };
   const float4 k = *row(t, kKey), q = *row(t, kQuery);
   float4 w = {1, 1, 1, 1};
-  float sums[2 * kChunk] = {};
+  // Four tokens at a time, the last ones first: eight sums share the exchanges between lanes.
+#pragma unroll 1
+  for (int first = t / 4 * 4; first >= 0; first -= 4) {
+    float sums[8] = {};
 #pragma unroll
-  for (int s = kTokens - 1; s >= 0; --s) {
-    if (s > t) continue;
-    const float4 seen = multiplied(w, *row(s, kKey));
-    sums[s] = dot(seen, k);
-    sums[kChunk + s] = dot(seen, q);
-    w = multiplied(w, *row(s, kDecay));
+    for (int i = 3; i >= 0; --i) {
+      const int s = first + i;
+      if (s > t) continue;
+      const float4 seen = multiplied(w, *row(s, kKey));
+      sums[i] = dot(seen, k);
+      sums[4 + i] = dot(seen, q);
+      w = multiplied(w, *row(s, kDecay));
+    }
+    const float sum = sum_scattered<32, 8>(sums, lane);
+    if (lane % 4 == 0) coefficients[t * 2 * kChunk + lane / 16 * kChunk + first + lane / 4 % 4] = sum;
   }
   *row(t, kDecayedKey) = multiplied(w, k);
   *row(t, kQuery) = multiplied(w, q);
-  const float sum = sum_scattered<32, 2 * kChunk>(sums, lane);
-  if (lane % 2 == 0) coefficients[t * 2 * kChunk + lane / 2] = sum;
 }
 
 // The part of a warp of 16 rows of the state: 32 kParts keys of each. Lane 4 r + c has rows r and r + 8,

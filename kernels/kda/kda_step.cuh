@@ -435,6 +435,7 @@ __device__ inline void load_weights(const Params& p, u32 to, int head, int first
   for (int third = 0; third < 3; ++third) {
     const int first = third < 2 ? head * kDim : first_value;
     const int bytes = (third < 2 ? kDim : L::kValues) * 4;
+#pragma unroll 1
     for (int i = 0; i < 4; ++i, to += bytes)
       bulk_load(to, p.owned + (third * 4 + i) * L::kChannels + first, bytes, barrier);
   }
@@ -455,6 +456,7 @@ template <class C>
 __device__ inline void load_records(const Records<C>& records, int tokens, u32 smem, int rank, u32 barrier) {
   using L = Layout<C>;
   barrier_arrive_expect(barrier, tokens * (2 * kDim * 2 + L::kValues * 4));
+#pragma unroll 1
   for (int t = 0; t < tokens; ++t) {
     bulk_load(smem + L::kRecalled + t * 2 * kDim * 4, records.k(t), kDim * 2, barrier);
     bulk_load(smem + L::kRecalled + (t * 2 + 1) * kDim * 4, records.g(t), kDim * 2, barrier);
@@ -483,7 +485,9 @@ __device__ inline void kda_step(const Params& p) {
   const u32 sums_barrier = weights_barrier + 8;
   const u32 records_barrier = sums_barrier + 8;
 
-  const int warp = threadIdx.x / 32;
+  // Of the shuffle the compiler knows that it is the same in all lanes: loops over tokens then need no code for lanes
+  // that part ways, a tenth of it all.
+  const int warp = L::kVerify ? __shfl_sync(~0u, int(threadIdx.x / 32), 0) : threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
   const int rank = blockIdx.x % C::kSplit;
   const int unit = blockIdx.x / C::kSplit;
@@ -571,6 +575,7 @@ __device__ inline void kda_step(const Params& p) {
   // ---- Zeros for tokens that are not there, and for dead requests
 
   const auto write_zeros = [&](int live_tokens) {
+#pragma unroll 1
     for (int i = threadIdx.x; i < (C::kTokens - live_tokens) * (L::kValues / 4); i += L::kThreads) {
       const int t = live_tokens + i / (L::kValues / 4);
       store_four(p.out + (n * C::kTokens + t) * p.out_stride + first_value + i % (L::kValues / 4) * 4, {0, 0});
@@ -671,8 +676,7 @@ __device__ inline void kda_step(const Params& p) {
 
   if constexpr (L::kVerify) {
     float* coefficients = reinterpret_cast<float*>(smem + L::kCoefficients);
-    for (int t = warp; t < r.length; t += C::kWarps)
-      combine_tokens<C::kTokens, L::kTokenPitch>(vectors, coefficients, t, lane);
+    for (int t = warp; t < r.length; t += C::kWarps) combine_tokens<L::kTokenPitch>(vectors, coefficients, t, lane);
     const int tile = warp / L::kTileWarps, part = warp % L::kTileWarps;
     constexpr int kPartKeys = kDim / L::kTileWarps;
     // Of the tile, so that tiles need not wait for each other.
