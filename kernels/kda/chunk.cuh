@@ -111,30 +111,41 @@ struct Tile {
       s[1][g] = multiply_add({high, high, high, high}, key, multiplied(s[1][g], d));
     }
   }
-  // sums[16 rows x 8] += S vectors over the warp's keys; `vector`: of lane / 4, from the warp's first key on. FP32 as
-  // two numbers of 11 bits and what is left: three products of four, for the last is below FP32's rounding. The small
-  // ones have a sum of their own.
-  __device__ void multiply(const float* vector, float (&sums)[4], float (&small)[4], int lane) const {
+  // sums[i][16 rows x 8] = S vectors over the warp's keys; vectors[i]: of lane / 4, from the warp's first key on. FP32
+  // as 11 bits and what is left: three products of four, for the last is below FP32's rounding. The small ones have a
+  // sum of their own.
+  template <int kSums>
+  __device__ void multiply(const float* const (&vectors)[kSums], float (&sums)[kSums][4], int lane) const {
+    float small[kSums][4] = {};
 #pragma unroll
     for (int g = 0; g < kGroups; ++g) {
-      const float4 v = *reinterpret_cast<const float4*>(vector + g * 16 + lane % 4 * 4);
-      const float4 low = s[0][g], high = s[1][g];
-      multiply_eight({low.x, high.x, low.y, high.y}, v.x, v.y, sums, small);
-      multiply_eight({low.z, high.z, low.w, high.w}, v.z, v.w, sums, small);
+      float4 v[kSums];
+#pragma unroll
+      for (int i = 0; i < kSums; ++i) v[i] = *reinterpret_cast<const float4*>(vectors[i] + g * 16 + lane % 4 * 4);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float4 low = s[0][g], high = s[1][g];
+        const float a[4] = {half ? low.z : low.x, half ? high.z : high.x, half ? low.w : low.y, half ? high.w : high.y};
+        float heads[4], tails[4];
+#pragma unroll
+        for (int e = 0; e < 4; ++e) heads[e] = head(a[e]), tails[e] = a[e] - heads[e];
+#pragma unroll
+        for (int i = 0; i < kSums; ++i) {
+          const float b0 = half ? v[i].z : v[i].x, b1 = half ? v[i].w : v[i].y;
+          mma_16x8x8(sums[i], heads, head(b0), head(b1));
+          mma_16x8x8(small[i], tails, head(b0), head(b1));
+          mma_16x8x8(small[i], heads, b0 - head(b0), b1 - head(b1));
+        }
+      }
     }
+#pragma unroll
+    for (int i = 0; i < kSums; ++i)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) sums[i][e] += small[i][e];
   }
 
  private:
   __device__ static float head(float x) { return __uint_as_float(__float_as_uint(x) & 0xffffe000u); }
-  __device__ static void multiply_eight(const float (&a)[4], float b0, float b1, float (&sums)[4], float (&small)[4]) {
-    float heads[4], tails[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) heads[i] = head(a[i]), tails[i] = a[i] - heads[i];
-    const float head0 = head(b0), head1 = head(b1);
-    mma_16x8x8(sums, heads, head0, head1);
-    mma_16x8x8(small, tails, head0, head1);
-    mma_16x8x8(small, heads, b0 - head0, b1 - head1);
-  }
 };
 
 // u and o of one row, token lane % 8 in each of eight lanes: r = beta (v - S0 D k), o = S0 D q; of_p is -beta times the

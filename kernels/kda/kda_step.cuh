@@ -497,7 +497,9 @@ __device__ inline void kda_step(const Params& p) {
   const u16* rows = p.projected + n * C::kTokens * C::kRowStride;
   const bool has_values = lane * 4 < L::kValues;                              // four per lane
   constexpr int kLoaderWarp = C::kWarps / 2, kRecordsWarp = kLoaderWarp + 1;  // their copies are issued side by side
-  const int v_warp = C::kWarps - 1 - warp;  // tokens are given to warps in rising order for q and k, falling for v
+  // Tokens are given to warps in rising order for q and k, falling for v, but where each warp has both of one token.
+  constexpr bool kTogether = C::kTokens % C::kWarps == 0;
+  const int v_warp = kTogether ? warp : C::kWarps - 1 - warp;
 
   pdl_launch();
   if (warp == kLoaderWarp && elect_one()) {
@@ -617,6 +619,15 @@ __device__ inline void kda_step(const Params& p) {
   }
   __syncthreads();  // the barriers are initialised
   wait_arrival(weights_barrier);
+  const auto convolve_v = [&](int t) {
+    if (t != v_warp && has_v)
+      v_window.load_inputs(rows, t, v_channel), v_window.load_history(line, r.accepted, t, v_channel);
+    const float4 v = v_window.convolve(p, has_v ? v_channel : 0, taps + 8 * kDim + lane * 4, L::kValues);
+    if (!has_v) return;
+    *reinterpret_cast<float4*>(v_smem + t * L::kValuePitch + lane * 4) = v;
+    if (writes_rounded)
+      store_four(p.rounded + ((n * C::kTokens + t) * 4 + 2) * L::kChannels + first_value + lane * 4, narrow(v));
+  };
   uint2 noted_k[2];  // of at most two tokens, for their records
   for (int t = warp; t < r.length; t += C::kWarps) {
     if (t != warp) {
@@ -626,6 +637,7 @@ __device__ inline void kda_step(const Params& p) {
     }
     const float4 q = q_window.convolve(p, q_channel, taps + lane * 4, kDim);
     const float4 k = k_window.convolve(p, k_channel, taps + 4 * kDim + lane * 4, kDim);
+    if constexpr (kTogether) convolve_v(t);  // while the sums wait for each other
     const float qq = warp_sum(dot(q, q)), kk = warp_sum(dot(k, k)), qk = L::kVerify ? 0 : warp_sum(dot(q, k));
     const float q_scale = p.scale * rsqrtf(qq + 1e-6f), k_scale = rsqrtf(kk + 1e-6f);
     float4* to = reinterpret_cast<float4*>(vectors + t * L::kTokenPitch) + lane;
@@ -642,15 +654,8 @@ __device__ inline void kda_step(const Params& p) {
       store_four(to_rounded + L::kChannels, narrow(k));
     }
   }
-  if (has_v) {
-    for (int t = v_warp; t < r.length; t += C::kWarps) {
-      if (t != v_warp) v_window.load_inputs(rows, t, v_channel), v_window.load_history(line, r.accepted, t, v_channel);
-      const float4 v = v_window.convolve(p, v_channel, taps + 8 * kDim + lane * 4, L::kValues);
-      *reinterpret_cast<float4*>(v_smem + t * L::kValuePitch + lane * 4) = v;
-      if (writes_rounded)
-        store_four(p.rounded + ((n * C::kTokens + t) * 4 + 2) * L::kChannels + first_value + lane * 4, narrow(v));
-    }
-  }
+  if constexpr (!kTogether)
+    for (int t = v_warp; t < r.length; t += C::kWarps) convolve_v(t);
   float* recalled = reinterpret_cast<float*>(smem + L::kRecalled);  // [folded][k, decay][128]
   if constexpr (C::kRecords) {
     wait_arrival(records_barrier);
@@ -710,14 +715,17 @@ __device__ inline void kda_step(const Params& p) {
           vectors + (column_token < C::kTokens ? column_token : 0) * L::kTokenPitch + part * kPartKeys;
       float* sums_at = reinterpret_cast<float*>(smem + tile_at);
       __syncwarp();  // the rows are read
+      const float* of_tokens[kProducts];
+      float products[kProducts][4] = {};
+#pragma unroll
+      for (int i = 0; i < kProducts; ++i)
+        of_tokens[i] = vector + ((kProducts == 2 ? i == 1 : column >= kColumns) ? kQuery : kDecayedKey) * kDim;
+      state.multiply(of_tokens, products, lane);
 #pragma unroll
       for (int i = 0; i < kProducts; ++i) {
-        float product[4] = {}, small[4] = {};
-        const bool of_q = kProducts == 2 ? i == 1 : column >= kColumns;
-        state.multiply(vector + (of_q ? kQuery : kDecayedKey) * kDim, product, small, lane);
         float2* sums_to = reinterpret_cast<float2*>(sums_at + lane / 4 * kDim + (lane / 4 + 2 * i) % 4 * 8) + lane % 4;
-        sums_to[0] = {product[0] + small[0], product[1] + small[1]};
-        sums_to[8 * kDim / 2] = {product[2] + small[2], product[3] + small[3]};
+        sums_to[0] = {products[i][0], products[i][1]};
+        sums_to[8 * kDim / 2] = {products[i][2], products[i][3]};
       }
       tile_barrier();
 
