@@ -37,15 +37,19 @@ __device__ inline float sum_scattered(float (&v)[kSize], int lane) {
 }
 
 // Rows of 128 that a token has in shared memory.
-enum TokenRow { kKey, kQuery, kDecay, kDecayedKey };  // the query's becomes D q
-constexpr int kChunk = 8;                             // coefficients of a token: 8 of its p, 8 of its o
+enum TokenRow { kKey, kQuery, kDecay };
+constexpr int kTokenPitch = 3 * kDim;
+constexpr int kChunk = 8;  // coefficients of a token: 8 of its p, 8 of its o
 
-// Of token t, by a warp, four neighbouring keys per lane: D k and D q, and what u of the tokens before counts in its p
-// and o. `tokens`: rows of all tokens, kPitch floats from token to token.
-template <int kPitch>
-__device__ inline void combine_tokens(float* tokens, float* coefficients, int t, int lane) {
+// D k and D q are read by tokens side by side, each a piece of 16 keys: odd tokens have the pieces of a pair swapped,
+// so that they do not meet in the same banks.
+__device__ inline int swapped(int token) { return token % 2 * 16; }
+
+// Of token t, by a warp, four neighbouring keys per lane: D k and D q, which takes the place of q, and what u of the
+// tokens before counts in its p and o.
+__device__ inline void combine_tokens(float* tokens, float* decayed_keys, float* coefficients, int t, int lane) {
   const auto row = [&](int s, TokenRow which) {
-    return reinterpret_cast<float4*>(tokens + s * kPitch + which * kDim) + lane;
+    return reinterpret_cast<float4*>(tokens + s * kTokenPitch + which * kDim) + lane;
   };
   const float4 k = *row(t, kKey), q = *row(t, kQuery);
   float4 w = {1, 1, 1, 1};
@@ -65,8 +69,10 @@ __device__ inline void combine_tokens(float* tokens, float* coefficients, int t,
     const float sum = sum_scattered<32, 8>(sums, lane);
     if (lane % 4 == 0) coefficients[t * 2 * kChunk + lane / 16 * kChunk + first + lane / 4 % 4] = sum;
   }
-  *row(t, kDecayedKey) = multiplied(w, k);
-  *row(t, kQuery) = multiplied(w, q);
+  __syncwarp();  // q is read
+  const int to = lane * 4 ^ swapped(t);
+  *reinterpret_cast<float4*>(decayed_keys + t * kDim + to) = multiplied(w, k);
+  *reinterpret_cast<float4*>(tokens + t * kTokenPitch + kQuery * kDim + to) = multiplied(w, q);
 }
 
 // The part of a warp of 16 rows of the state: 32 kParts keys of each. Lane 4 r + c has rows r and r + 8,
@@ -111,17 +117,19 @@ struct Tile {
       s[1][g] = multiply_add({high, high, high, high}, key, multiplied(s[1][g], d));
     }
   }
-  // sums[i][16 rows x 8] = S vectors over the warp's keys; vectors[i]: of lane / 4, from the warp's first key on. FP32
-  // as 11 bits and what is left: three products of four, for the last is below FP32's rounding. The small ones have a
-  // sum of their own.
+  // sums[i][16 rows x 8] = S vectors over the warp's keys; vectors[i]: of lane / 4, which is `token`'s, from the warp's
+  // first key on. FP32 as 11 bits and what is left: three products of four, for the last is below FP32's rounding. The
+  // small ones have a sum of their own.
   template <int kSums>
-  __device__ void multiply(const float* const (&vectors)[kSums], float (&sums)[kSums][4], int lane) const {
+  __device__ void multiply(const float* const (&vectors)[kSums], int token, float (&sums)[kSums][4], int lane) const {
+    const int keys = lane % 4 * 4 + swapped(token), keys_of_odd = lane % 4 * 4 - swapped(token);
     float small[kSums][4] = {};
 #pragma unroll
     for (int g = 0; g < kGroups; ++g) {
       float4 v[kSums];
 #pragma unroll
-      for (int i = 0; i < kSums; ++i) v[i] = *reinterpret_cast<const float4*>(vectors[i] + g * 16 + lane % 4 * 4);
+      for (int i = 0; i < kSums; ++i)
+        v[i] = *reinterpret_cast<const float4*>(vectors[i] + g * 16 + (g % 2 ? keys_of_odd : keys));
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const float4 low = s[0][g], high = s[1][g];

@@ -94,27 +94,24 @@ struct Layout {
   static constexpr bool kNotes = C::kRecords && kVerify;  // records its tokens
   // Of verify: the state of a pass is cut into tiles of 16 rows, and a tile's keys among so many warps.
   static constexpr int kTileWarps = 4 / C::kPassRows;
-  // Floats from token to token: of k, q, decay and D k; of v, u and o. Neighbouring tokens lie in other banks.
-  static constexpr int kTokenPitch = kVerify ? 4 * kDim + 16 : 3 * kDim;
-  static constexpr int kValuePitch = kVerify ? kValues + 4 : kValues;
+  static constexpr int kValuePitch = kVerify ? kValues + 4 : kValues;  // of v, u and o: tokens in other banks
 
   // Shared memory, bytes.
-  static constexpr int kWeights = kValues * kDim * 4;  // after the state: conv taps [4][128] of Q and of K,
-                                                       // [4][kValues] of V, norm weight [kValues]
-  static constexpr int kWeightBytes = (4 * (2 * kDim + kValues) + kValues) * 4;
-  static constexpr int kVectors = kWeights + kWeightBytes;  // of each token (TokenRow)
+  static constexpr int kNorm = kValues * kDim * 4;   // after the state: norm weight [kValues]
+  static constexpr int kTaps = kNorm + kValues * 4;  // of the convolution, [4][128] of Q and of K, [4][kValues] of V
+  static constexpr int kTapBytes = 4 * (2 * kDim + kValues) * 4;
+  // Of verify, where the taps were: D k of each token; of each the coefficients of its p and o, [2][kChunk].
+  static constexpr int kDecayedKeys = kTaps;
+  static constexpr int kCoefficients = kDecayedKeys + kChunk * kDim * 4;
+  static constexpr int kAfterTaps = kVerify ? kCoefficients + kChunk * 2 * kChunk * 4 : 0;
+  static constexpr int kVectors = kAfterTaps > kTaps + kTapBytes ? kAfterTaps : kTaps + kTapBytes;  // of each token
   static constexpr int kV = kVectors + C::kTokens * kTokenPitch * 4;
   static constexpr int kO = kV + C::kTokens * kValuePitch * 4;  // before o, u of each folded token
   static constexpr int kRecalled = kO + (kFolded > C::kTokens ? kFolded : C::kTokens) * kValuePitch * 4;  // k and decay
-  static constexpr int kCoefficients = kRecalled + kFolded * 2 * kDim * 4;  // of verify: [tokens][2][kChunk]
-  static constexpr int kScalars =
-      kCoefficients + (kVerify ? C::kTokens * 2 * kChunk * 4 : 0);  // beta; of decode, k . q
-  static constexpr int kSums = kScalars + C::kTokens * 8;           // of squares: [split][tokens]
+  static constexpr int kScalars = kRecalled + kFolded * 2 * kDim * 4;  // beta of each token; of decode, k . q
+  static constexpr int kSums = kScalars + C::kTokens * 8;              // of squares: [split][tokens]
   static constexpr int kBarriers = (kSums + C::kSplit * C::kTokens * 4 + 7) / 8 * 8;
   static constexpr int kSmemBytes = kBarriers + (kPasses + 2 + C::kRecords) * 8;
-  // k and g of each token as BF16, for its record: where the taps were.
-  static constexpr int kNoted = kWeights;
-  static_assert(!kNotes || C::kTokens * 2 * kDim * 2 <= 4 * (2 * kDim + kValues) * 4);
 
   static_assert(C::kTokens >= 1 && C::kTokens <= 8 && C::kHeads >= 1 && C::kHeads <= 128);
   static_assert(kPasses >= 1 && kPasses * kPassValues == kValues);
@@ -328,19 +325,20 @@ struct Gate {
         if (t >= C::kTokens) continue;
         const int j = row(warp, b, e / 2, lane);
         const float rounded = round_bf16(g[e]);
-        vectors[t * L::kTokenPitch + kDecay * kDim + j] = decay_of<C>(p, a, rounded + dt_bias[b][e / 2]);
+        vectors[t * kTokenPitch + kDecay * kDim + j] = decay_of<C>(p, a, rounded + dt_bias[b][e / 2]);
         if (writes_rounded) p.rounded[((first_row + t) * 4 + 3) * L::kChannels + head * kDim + j] = to_bf16(g[e]);
       }
     }
   }
-  // g of every token as BF16, [token][k, g][128].
+  // g of every token as BF16, behind its k.
   __device__ void note(u16* to, int warp, int lane) const {
 #pragma unroll
     for (int b = 0; b < L::kGateBlocks; ++b)
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const int t = lane % 4 * 2 + e % 2;
-        if (t < C::kTokens) to[(t * 2 + 1) * kDim + row(warp, b, e / 2, lane)] = u16(noted[b][e / 2] >> e % 2 * 16);
+        if (t < C::kTokens)
+          to[t * 2 * kTokenPitch + kDim + row(warp, b, e / 2, lane)] = u16(noted[b][e / 2] >> e % 2 * 16);
       }
   }
 };
@@ -429,9 +427,11 @@ __device__ inline void fold_token(float4 (&s)[kRows][4], const float* row, const
 
 // Conv and norm weights of this CTA's channels: before the dependency.
 template <class C>
-__device__ inline void load_weights(const Params& p, u32 to, int head, int first_value, u32 barrier) {
+__device__ inline void load_weights(const Params& p, u32 smem, int head, int first_value, u32 barrier) {
   using L = Layout<C>;
-  barrier_arrive_expect(barrier, L::kWeightBytes);
+  barrier_arrive_expect(barrier, L::kTapBytes + L::kValues * 4);
+  bulk_load(smem + L::kNorm, p.owned + 15 * L::kChannels + first_value % kDim, L::kValues * 4, barrier);
+  u32 to = smem + L::kTaps;
   for (int third = 0; third < 3; ++third) {
     const int first = third < 2 ? head * kDim : first_value;
     const int bytes = (third < 2 ? kDim : L::kValues) * 4;
@@ -439,7 +439,6 @@ __device__ inline void load_weights(const Params& p, u32 to, int head, int first
     for (int i = 0; i < 4; ++i, to += bytes)
       bulk_load(to, p.owned + (third * 4 + i) * L::kChannels + first, bytes, barrier);
   }
-  bulk_load(to, p.owned + 15 * L::kChannels + first_value % kDim, L::kValues * 4, barrier);
 }
 // The state of this CTA's values, a pass at a time.
 template <class C>
@@ -473,8 +472,8 @@ __device__ inline void kda_step(const Params& p) {
   using L = Layout<C>;
   extern __shared__ __align__(128) u8 smem[];
   const u32 state_smem = smem_address(smem);
-  const float* taps = reinterpret_cast<const float*>(smem + L::kWeights);
-  const float* norm_weight = taps + 4 * (2 * kDim + L::kValues);
+  const float* taps = reinterpret_cast<const float*>(smem + L::kTaps);
+  const float* norm_weight = reinterpret_cast<const float*>(smem + L::kNorm);
   float* vectors = reinterpret_cast<float*>(smem + L::kVectors);    // [tokens][TokenRow][128]
   float* v_smem = reinterpret_cast<float*>(smem + L::kV);           // [tokens][values]; of verify, u in its place
   float* o_smem = reinterpret_cast<float*>(smem + L::kO);           // [tokens][values]
@@ -505,7 +504,7 @@ __device__ inline void kda_step(const Params& p) {
   if (warp == kLoaderWarp && elect_one()) {
     for (int i = 0; i < L::kPasses + 2; ++i) barrier_init(state_barriers + i * 8, 1);
     barrier_init_fence();
-    load_weights<C>(p, state_smem + L::kWeights, head, first_value, weights_barrier);
+    load_weights<C>(p, state_smem, head, first_value, weights_barrier);
   }
   if constexpr (C::kRecords) {
     if (warp == kRecordsWarp && elect_one()) {
@@ -628,7 +627,8 @@ __device__ inline void kda_step(const Params& p) {
     if (writes_rounded)
       store_four(p.rounded + ((n * C::kTokens + t) * 4 + 2) * L::kChannels + first_value + lane * 4, narrow(v));
   };
-  uint2 noted_k[2];  // of at most two tokens, for their records
+  u16* noted = reinterpret_cast<u16*>(vectors);  // k and g of each token, for their records
+  uint2 noted_k[2];                              // of at most two tokens
   for (int t = warp; t < r.length; t += C::kWarps) {
     if (t != warp) {
       beta = betas[i64(t) * C::kRowStride];
@@ -640,7 +640,7 @@ __device__ inline void kda_step(const Params& p) {
     if constexpr (kTogether) convolve_v(t);  // while the sums wait for each other
     const float qq = warp_sum(dot(q, q)), kk = warp_sum(dot(k, k)), qk = L::kVerify ? 0 : warp_sum(dot(q, k));
     const float q_scale = p.scale * rsqrtf(qq + 1e-6f), k_scale = rsqrtf(kk + 1e-6f);
-    float4* to = reinterpret_cast<float4*>(vectors + t * L::kTokenPitch) + lane;
+    float4* to = reinterpret_cast<float4*>(vectors + t * kTokenPitch) + lane;
     to[kKey * kDim / 4] = scaled(k, k_scale);
     to[kQuery * kDim / 4] = scaled(q, q_scale);
     if constexpr (L::kNotes) {
@@ -669,19 +669,13 @@ __device__ inline void kda_step(const Params& p) {
   }
   // Every token's vectors are there, and every warp of this CTA has read the line, and the taps.
   if constexpr (C::kFault != Fault::kNoTokenBarrier) __syncthreads();
-  u16* noted = reinterpret_cast<u16*>(smem + L::kNoted);  // [tokens][k, g][128]
-  if constexpr (L::kNotes) {
-    if (gates) gate.note(noted, warp, lane);
-#pragma unroll
-    for (int i = 0; i < L::kWarpTokens; ++i)
-      if (const int t = warp + i * C::kWarps; t < r.length) store_four(noted + t * 2 * kDim + lane * 4, noted_k[i]);
-  }
 
   // ---- Delta rule
 
   if constexpr (L::kVerify) {
-    float* coefficients = reinterpret_cast<float*>(smem + L::kCoefficients);
-    for (int t = warp; t < r.length; t += C::kWarps) combine_tokens<L::kTokenPitch>(vectors, coefficients, t, lane);
+    float* decayed_keys = reinterpret_cast<float*>(smem + L::kDecayedKeys);   // [tokens][128]
+    float* coefficients = reinterpret_cast<float*>(smem + L::kCoefficients);  // [tokens][2][kChunk]
+    for (int t = warp; t < r.length; t += C::kWarps) combine_tokens(vectors, decayed_keys, coefficients, t, lane);
     const int tile = warp / L::kTileWarps, part = warp % L::kTileWarps;
     constexpr int kPartKeys = kDim / L::kTileWarps;
     // Of the tile, so that tiles need not wait for each other.
@@ -705,22 +699,32 @@ __device__ inline void kda_step(const Params& p) {
         }
         if (pending > 0) state.store(p.state + r.line * p.state_stride + to, lane);
       }
-      if (pass == 0) __syncthreads();  // what the rows need of all tokens is there
+      if (pass == 0) {
+        __syncthreads();  // what the rows need of all tokens is there
+        if constexpr (L::kNotes) {
+          // No one needs k now: k and g as BF16, for the records, take its place.
+          if (gates) gate.note(noted, warp, lane);
+#pragma unroll
+          for (int i = 0; i < L::kWarpTokens; ++i)
+            if (const int t = warp + i * C::kWarps; t < r.length)
+              store_four(noted + t * 2 * kTokenPitch + lane * 4, noted_k[i]);
+        }
+      }
 
       // S0 (D k) and S0 (D q), of this warp's keys, to where it has read the state: 8 columns of a row at a time.
       constexpr int kProducts = C::kTokens > 4 ? 2 : 1;   // with up to 4 tokens both fit into 8 columns
       constexpr int kColumns = kChunk / (3 - kProducts);  // of p
       const int column = lane / 4, column_token = column % kColumns;
-      const float* vector =
-          vectors + (column_token < C::kTokens ? column_token : 0) * L::kTokenPitch + part * kPartKeys;
+      const int of_token = column_token < C::kTokens ? column_token : 0;
+      const float* decayed_k = decayed_keys + of_token * kDim + part * kPartKeys;
+      const float* decayed_q = vectors + of_token * kTokenPitch + kQuery * kDim + part * kPartKeys;
       float* sums_at = reinterpret_cast<float*>(smem + tile_at);
       __syncwarp();  // the rows are read
       const float* of_tokens[kProducts];
       float products[kProducts][4] = {};
-#pragma unroll
-      for (int i = 0; i < kProducts; ++i)
-        of_tokens[i] = vector + ((kProducts == 2 ? i == 1 : column >= kColumns) ? kQuery : kDecayedKey) * kDim;
-      state.multiply(of_tokens, products, lane);
+      if constexpr (kProducts == 2) of_tokens[0] = decayed_k, of_tokens[1] = decayed_q;
+      else of_tokens[0] = column < kColumns ? decayed_k : decayed_q;
+      state.multiply(of_tokens, of_token, products, lane);
 #pragma unroll
       for (int i = 0; i < kProducts; ++i) {
         float2* sums_to = reinterpret_cast<float2*>(sums_at + lane / 4 * kDim + (lane / 4 + 2 * i) % 4 * 8) + lane % 4;
@@ -769,7 +773,7 @@ __device__ inline void kda_step(const Params& p) {
         tile_barrier();  // u of the tile is there
 #pragma unroll 1
         for (int token = 0; token < r.length; ++token) {
-          const float* k = vectors + token * L::kTokenPitch + part * kPartKeys;
+          const float* k = vectors + token * kTokenPitch + part * kPartKeys;
           state.update(k, k + kDecay * kDim, v_smem + token * L::kValuePitch + first, lane);
           const int slot = __shfl_sync(~0u, r.window_slots, token);
           if (is_live(p, slot)) state.store(p.state + slot * p.state_stride + to, lane);
@@ -875,8 +879,8 @@ __device__ inline void kda_step(const Params& p) {
           store_streaming(records.u(t) + rank * L::kValues + lane * 4,
                           *reinterpret_cast<const float4*>(v_smem + t * L::kValuePitch + lane * 4));
         if (t % C::kSplit != rank) continue;
-        store_four(records.k(t) + lane * 4, load_four(noted + t * 2 * kDim + lane * 4));
-        store_four(records.g(t) + lane * 4, load_four(noted + (t * 2 + 1) * kDim + lane * 4));
+        store_four(records.k(t) + lane * 4, load_four(noted + t * 2 * kTokenPitch + lane * 4));
+        store_four(records.g(t) + lane * 4, load_four(noted + t * 2 * kTokenPitch + kDim + lane * 4));
       }
     }
   }

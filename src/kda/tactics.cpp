@@ -55,12 +55,12 @@ int kda_folded(StateMode mode, int conv_len) {
 
 int kda_smem_bytes(int tokens, const KdaTactic& t, int folded) {
   const int values = values_of(t);
-  const int weights = kKdaConvWidth * (2 * kKdaHeadDim + values) + values;  // conv taps, norm
   const bool verify = tokens > 1;
-  const int vectors = verify ? 4 * kKdaHeadDim + 16 : 3 * kKdaHeadDim;  // of a token: k, q, decay; of verify, D k
-  const int pitch = verify ? values + 4 : values;                       // of v, u and o
-  const int scalars = verify ? 2 * kKdaMaxTokens + 2 : 2;               // coefficients, beta
-  const int of_tokens = tokens * (vectors + pitch + scalars) + std::max(tokens, folded) * pitch + t.split * tokens;
+  // Conv taps; of verify in their place D k and coefficients of 8 tokens. The norm weight.
+  const int taps = std::max(kKdaConvWidth * (2 * kKdaHeadDim + values), verify ? 8 * (kKdaHeadDim + 16) : 0);
+  const int weights = taps + values;
+  const int pitch = verify ? values + 4 : values;  // of v, u and o
+  const int of_tokens = tokens * (3 * kKdaHeadDim + pitch + 2) + std::max(tokens, folded) * pitch + t.split * tokens;
   const int floats = values * kKdaHeadDim + weights + of_tokens + folded * 2 * kKdaHeadDim;
   return (floats * 4 + 7) / 8 * 8 + (values / pass_values(t) + 2 + (folded > 0)) * 8;
 }
