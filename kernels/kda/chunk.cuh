@@ -121,15 +121,14 @@ struct Tile {
   // first key on. FP32 as 11 bits and what is left: three products of four, for the last is below FP32's rounding. The
   // small ones have a sum of their own.
   template <int kSums>
-  __device__ void multiply(const float* const (&vectors)[kSums], int token, float (&sums)[kSums][4], int lane) const {
-    const int keys = lane % 4 * 4 + swapped(token), keys_of_odd = lane % 4 * 4 - swapped(token);
+  __device__ void multiply(const u32 (&vectors)[kSums], int token, float (&sums)[kSums][4], int lane) const {
+    const int swap = swapped(token) * 4;
     float small[kSums][4] = {};
 #pragma unroll
     for (int g = 0; g < kGroups; ++g) {
       float4 v[kSums];
 #pragma unroll
-      for (int i = 0; i < kSums; ++i)
-        v[i] = *reinterpret_cast<const float4*>(vectors[i] + g * 16 + (g % 2 ? keys_of_odd : keys));
+      for (int i = 0; i < kSums; ++i) v[i] = load_shared_float4(vectors[i] + lane % 4 * 16 + (g * 64 ^ swap));
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const float4 low = s[0][g], high = s[1][g];

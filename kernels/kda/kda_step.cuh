@@ -599,12 +599,17 @@ __device__ inline void kda_step(const Params& p) {
 
   const bool writes_rounded = p.rounded != nullptr;
   uint2 z[L::kWarpTokens];
+  const auto load_z = [&] {
 #pragma unroll
-  for (int i = 0; i < L::kWarpTokens; ++i) {
-    const int t = warp + i * C::kWarps;
-    if (t < r.length && has_values)
-      z[i] = load_four(rows + i64(t) * C::kRowStride + 3 * L::kChannels + first_value + lane * 4);
-  }
+    for (int i = 0; i < L::kWarpTokens; ++i) {
+      const int t = warp + i * C::kWarps;
+      if (t < r.length && has_values)
+        z[i] = load_four(rows + i64(t) * C::kRowStride + 3 * L::kChannels + first_value + lane * 4);
+    }
+  };
+  // Where the delta rule needs all registers, behind it.
+  constexpr bool kLateZ = L::kVerify && !C::kRecords && C::kPassRows > 1;
+  if constexpr (!kLateZ) load_z();
   if (gates) gate.compute(p, n * C::kTokens, head, writes_rounded && rank == 0, vectors, warp, lane);
   int pending = 0;  // recorded tokens to fold
   if constexpr (C::kRecords) {
@@ -716,11 +721,11 @@ __device__ inline void kda_step(const Params& p) {
       constexpr int kColumns = kChunk / (3 - kProducts);  // of p
       const int column = lane / 4, column_token = column % kColumns;
       const int of_token = column_token < C::kTokens ? column_token : 0;
-      const float* decayed_k = decayed_keys + of_token * kDim + part * kPartKeys;
-      const float* decayed_q = vectors + of_token * kTokenPitch + kQuery * kDim + part * kPartKeys;
+      const u32 decayed_k = state_smem + L::kDecayedKeys + (of_token * kDim + part * kPartKeys) * 4;
+      const u32 decayed_q = state_smem + L::kVectors + (of_token * kTokenPitch + kQuery * kDim + part * kPartKeys) * 4;
       float* sums_at = reinterpret_cast<float*>(smem + tile_at);
       __syncwarp();  // the rows are read
-      const float* of_tokens[kProducts];
+      u32 of_tokens[kProducts];
       float products[kProducts][4] = {};
       if constexpr (kProducts == 2) of_tokens[0] = decayed_k, of_tokens[1] = decayed_q;
       else of_tokens[0] = column < kColumns ? decayed_k : decayed_q;
@@ -835,6 +840,7 @@ __device__ inline void kda_step(const Params& p) {
   const bool shifts = third == 2 ? has_values : third >= 0 && rank == 0;
   const int shift_channel = third * L::kChannels + (third == 2 ? first_value : head * kDim) + lane * 4;
   Shift<C> shift;
+  if constexpr (kLateZ) load_z();
   if (shifts) shift.load(line, rows, r, shift_channel);
   __syncthreads();  // o of every value of this CTA is there
 
