@@ -105,6 +105,7 @@ __device__ inline void sm90_attend(const Batch& batch, const u16* q, const i64* 
     }
   };
   find(part.begin, 0);
+  const i64 own = threadIdx.x < kQueryColumns ? part.position_of(first_row + int(threadIdx.x)) : i64(-1);
 
   // ---- Load q while the first keys are looked up
   const u16* q_rows = q + (r * kRows + first_row) * Model::kCacheWidth;
@@ -142,20 +143,24 @@ __device__ inline void sm90_attend(const Batch& batch, const u16* q, const i64* 
       }
       wgmma_fence();
     };
-    if (is_first && !is_edge) copy_async_wait<5>();  // its first third
-    else copy_async_wait<3>();
+    if (!is_first) copy_async_wait<0>();
+    else if (is_edge) copy_async_wait<3>();
+    else copy_async_wait<5>();  // its first third
     fence_proxy_async();
     __syncthreads();  // keys are there
     if (is_edge) {
-      for (int i = threadIdx.x; i < kKeys * kPieces; i += kSm90AttendThreads) {
-        const int key = i / kPieces, c = i % kPieces / 8, piece = i % 8;
-        auto* at = reinterpret_cast<uint4*>(&s.keys[stage][c][key][8 * piece]);
-        if (!part.is_of_some(tile + u32(key)) || are_finite(*at)) continue;  // a key that no row sees is zero
-        *at = make_uint4(0, 0, 0, 0);
-        s.state[stage][key] = kSpoilt;
+      // A warp looks at a key. Few are seen by some rows alone, and keys behind the end are zeros.
+      for (int key = threadIdx.x / kWarp; key < kKeys; key += kSm90AttendThreads / kWarp) {
+        if (!part.is_of_some(tile + u32(key)) || tile + u32(key) >= part.stop) continue;
+        for (int i = lane; i < kPieces; i += kWarp) {
+          auto* at = reinterpret_cast<uint4*>(&s.keys[stage][i / 8][key][8 * (i % 8)]);
+          if (are_finite(*at)) continue;
+          *at = make_uint4(0, 0, 0, 0);
+          s.state[stage][key] = kSpoilt;
+        }
       }
       if (threadIdx.x < kQueryColumns) {
-        const auto seen = part.seen_by(part.position_of(first_row + int(threadIdx.x)), tile);
+        const auto seen = part.seen_by(own, tile);
         s.first_seen[threadIdx.x] = seen.first;
         s.last_seen[threadIdx.x] = seen.last;
       }
@@ -183,6 +188,7 @@ __device__ inline void sm90_attend(const Batch& batch, const u16* q, const i64* 
               wgmma_further(q_of, kWhole * kQBytes + (2 * group + i) * 32));
     }
     wgmma_commit();
+    if (!is_first) fetch(tile + kKeys, stage ^ 1);  // into the tile before this one, while scores are made
     wgmma_wait<0>();
     wgmma_fence(part_of);
     // What the second group gives lies in the last chunk of the tile: it alone has read that, and o does not need it.
@@ -294,7 +300,6 @@ __device__ inline void sm90_attend(const Batch& batch, const u16* q, const i64* 
 #pragma unroll
     for (int m = 0; m < kBlocks; ++m) wgmma_fence(acc[m]);
     __syncthreads();  // places are there, and the tile is no longer read
-    fetch(next, stage);
     stage ^= 1;
   }
 

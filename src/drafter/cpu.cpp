@@ -45,6 +45,7 @@ class CpuPhases final : public StepPhases {
     return memory_.back().get();
   }
   void upload(void* to, const void* from, std::size_t bytes) override { std::memcpy(to, from, bytes); }
+  int markov_reads() const override { return m_.k; }
 
   void prepare(const StepModel& model, const StepWeights& weights, const StepBuffers& buffers, const CacheShape& cache,
                std::int64_t) override {

@@ -27,8 +27,8 @@ enum class StepKernel : std::uint8_t {
   kSm90Merge,
   kValues,
   kActivate,
-  kPick,
   kPicks,
+  kPicksStreamed,  // where kPicks is not possible
   kFinish,
   kRowStatistics,
   kResidualMass,
@@ -67,11 +67,13 @@ std::int64_t step_kernel_smem(StepKernel kernel, const StepModel& model, const S
 // kPicks, kSm90Attend and its like: whether the GPU and the sizes of the model allow it. All others are.
 bool step_kernel_possible(StepKernel kernel, const StepModel& model, const StepGpu& gpu);
 
-// Possible, and no better one in its place: kPicks drafts where it may, else kPick.
+// Possible, and no better one in its place: kPicks drafts where it may, else kPicksStreamed.
 bool step_kernel_needed(StepKernel kernel, const StepModel& model, const StepGpu& gpu);
 
-// CTAs of kPicks wait for each other: the grid must be resident as a whole.
-inline bool step_kernel_cooperative(StepKernel kernel) { return kernel == StepKernel::kPicks; }
+// CTAs of a pick wait for each other: the grid must be resident as a whole.
+inline bool step_kernel_cooperative(StepKernel kernel) {
+  return kernel == StepKernel::kPicks || kernel == StepKernel::kPicksStreamed;
+}
 
 std::uint32_t step_kernel_threads(StepKernel kernel);  // of one CTA
 

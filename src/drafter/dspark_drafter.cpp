@@ -427,6 +427,7 @@ TensorView stage_result(const DsparkDrafter& drafter, Stage stage) {
   fail(StatusCode::kUnsupported, "drafter.stage_result", "stage", stage_name(stage), "context_proj, values");
 }
 const StepModel& model_of(const DsparkDrafter& drafter) { return drafter.impl().contract.model; }
+int markov_reads_of(const DsparkDrafter& drafter) { return drafter.impl().phases->markov_reads(); }
 
 DsparkDrafter::DsparkDrafter(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
 DsparkDrafter::DsparkDrafter(DsparkDrafter&&) noexcept = default;

@@ -11,7 +11,8 @@ const char* stage_name(Stage stage) {
   return kNames[static_cast<std::size_t>(stage)];
 }
 
-std::int64_t stage_bytes(Stage stage, const StepModel& m, bool gate, std::int64_t requests, std::int64_t keys) {
+std::int64_t stage_bytes(Stage stage, const StepModel& m, bool gate, std::int64_t requests, std::int64_t keys,
+                         int markov_reads) {
   const auto elements = [&]() -> std::int64_t {
     switch (stage) {
       case Stage::kContextProj: return m.context_rows * m.taps * m.target_hidden;
@@ -26,7 +27,7 @@ std::int64_t stage_bytes(Stage stage, const StepModel& m, bool gate, std::int64_
       case Stage::kGateUp: return m.layers * 2 * m.inner * m.hidden;
       case Stage::kDown: return m.layers * m.hidden * m.inner;
       case Stage::kLmHead: return m.shard_vocab * m.hidden;
-      case Stage::kSampling: return m.shard_vocab * m.markov_rank;
+      case Stage::kSampling: return markov_reads * m.shard_vocab * m.markov_rank;
       default: return 0;
     }
   };

@@ -37,9 +37,10 @@ enum class Stage : std::uint8_t {
 inline constexpr std::size_t kNumStages = 23;
 const char* stage_name(Stage stage);
 
-// Weights and cache rows that a stage must read once: `requests` of `keys` rows each; all layers together. W2 counts
-// once (drafter 9.3).
-std::int64_t stage_bytes(Stage stage, const StepModel& model, bool gate, std::int64_t requests, std::int64_t keys);
+// Weights and cache rows that a stage must read: `requests` of `keys` rows each; all layers together. W2 counts
+// `markov_reads` times (drafter 9.3: once where it fits on the chip, else at each draft).
+std::int64_t stage_bytes(Stage stage, const StepModel& model, bool gate, std::int64_t requests, std::int64_t keys,
+                         int markov_reads);
 
 // Hears of the end of each stage, in the order of the calls.
 class StageObserver {
@@ -60,5 +61,6 @@ void observe_stages(DsparkDrafter& drafter, StageObserver* observer);
 // layer, [rows, heads * v], both BF16. Rows of the largest call. Other stages: kUnsupported.
 TensorView stage_result(const DsparkDrafter& drafter, Stage stage);
 const StepModel& model_of(const DsparkDrafter& drafter);
+int markov_reads_of(const DsparkDrafter& drafter);
 
 }  // namespace twostep

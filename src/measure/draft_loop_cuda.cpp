@@ -63,7 +63,7 @@ DraftGraphs time_draft_graphs(const MeasureDevice& device, DraftLoop& loop, cons
   observe_stages(loop.drafter(), nullptr);  // events of a capture are no events
   const auto pieces_of = [&](bool ingest) {
     return draft_pieces(model_of(loop.drafter()), loop.drafter().config().mla_use_output_gate, ingest, options.requests,
-                        options.context + options.draft_tokens);
+                        options.context + options.draft_tokens, markov_reads_of(loop.drafter()));
   };
   const std::vector<std::int64_t> draft = pieces_of(false), ingest = pieces_of(true);
   DraftGraphs out;

@@ -105,8 +105,10 @@ class EmulatedLauncher final : public StepLauncher {
         return d::merge<Model>(static_cast<const unsigned short*>(p(0)), p(1), p(2), p(3), p(4), p(5));
       case StepKernel::kValues: return d::values<Model>(p(0), p(1), p(2), p(3), p(4));
       case StepKernel::kActivate: return d::activate<Model>(p(0), p(1));
-      case StepKernel::kPick: return d::pick<Model>(as<d::Batch>(a[0]), as<d::Sampling>(a[1]), p(2));
-      case StepKernel::kPicks: return d::picks<Model>(as<d::Batch>(a[0]), as<d::Sampling>(a[1]), emulate::cta_memory());
+      case StepKernel::kPicks:
+        return d::picks<Model, 5>(as<d::Batch>(a[0]), as<d::Sampling>(a[1]), p(2), emulate::cta_memory());
+      case StepKernel::kPicksStreamed:
+        return d::picks<Model, 2>(as<d::Batch>(a[0]), as<d::Sampling>(a[1]), p(2), emulate::cta_memory());
       case StepKernel::kFinish:
         return d::finish<Model>(as<d::Batch>(a[0]), as<d::Sampling>(a[1]), p(2), p(3), p(4), p(5), p(6), p(7));
       case StepKernel::kRowStatistics: return d::row_statistics<Model>(as<d::Batch>(a[0]), as<d::Verify>(a[1]));
@@ -173,7 +175,7 @@ TEST(EmulatedStep, the_end_of_the_positions_is_that_of_the_cpu) {
   step_test::expect_the_same_step(step_test::tiny_case(), 1, kTiny, 256);
 }
 // On three SMs the longest case's vocabulary fits on chip, in chunks; on one it does not.
-TEST(EmulatedStep, picks_of_one_launch_are_those_of_a_launch_each) {
+TEST(EmulatedStep, picks_of_rows_that_stay_are_those_of_rows_that_pass) {
   step_test::expect_the_same_bits_of_a_smaller_gpu(step_test::tiny_case(), 4, kTiny);
   step_test::expect_the_same_bits_of_a_smaller_gpu(step_test::switched_case(), 18, kSwitched);
   Case c = step_test::long_case();

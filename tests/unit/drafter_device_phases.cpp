@@ -28,16 +28,16 @@ TEST(DrafterDevicePhases, sizes_past_the_shared_memory_of_a_kernel_are_refused_b
     const Status status = check_sizes(model);
     EXPECT_EQ(status.code, StatusCode::kUnsupported);
     EXPECT_EQ(status.argument, field);
-    EXPECT_THROW((void)step_kernel_request(StepKernel::kPick, {model}, "sm_90a"), Error);
+    EXPECT_THROW((void)step_kernel_request(StepKernel::kPicksStreamed, {model}, "sm_90a"), Error);
   }
 }
 
-TEST(DrafterDevicePhases, drafts_are_picked_in_one_launch_where_the_markov_shard_fits_on_chip) {
+TEST(DrafterDevicePhases, the_markov_shard_is_read_once_where_it_fits_on_chip) {
   const StepModel of_eight = sizes(128, 512), of_four = sizes(128, 512, 4);
   EXPECT_TRUE(step_kernel_needed(StepKernel::kPicks, of_eight, kH200));
-  EXPECT_FALSE(step_kernel_needed(StepKernel::kPick, of_eight, kH200));
+  EXPECT_FALSE(step_kernel_needed(StepKernel::kPicksStreamed, of_eight, kH200));
   EXPECT_FALSE(step_kernel_needed(StepKernel::kPicks, of_four, kH200));
-  EXPECT_TRUE(step_kernel_needed(StepKernel::kPick, of_four, kH200));
+  EXPECT_TRUE(step_kernel_needed(StepKernel::kPicksStreamed, of_four, kH200));
   EXPECT_FALSE(step_kernel_needed(StepKernel::kPicks, of_eight, {132, 99 << 10, false}));  // of sm_120
   EXPECT_TRUE(step_kernel_needed(StepKernel::kFinish, of_four, kH200));
 }

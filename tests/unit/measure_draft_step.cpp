@@ -14,11 +14,11 @@
 namespace twostep {
 namespace {
 
-double megabytes(const std::string& model, int tp, bool ingest) {
+double megabytes(const std::string& model, int tp, bool ingest, int markov_reads = 1) {
   const DrafterConfig config = synth_preset(model);
   DrafterLimits limits;
   limits.max_len = config.max_position_embeddings;
-  const auto pieces = draft_pieces(step_model(config, limits, {tp, 0}), false, ingest, 1, 0);
+  const auto pieces = draft_pieces(step_model(config, limits, {tp, 0}), false, ingest, 1, 0, markov_reads);
   return 1e-6 * static_cast<double>(std::accumulate(pieces.begin(), pieces.end(), std::int64_t{0}));
 }
 
@@ -28,6 +28,8 @@ TEST(MeasureDraftStep, a_step_must_read_the_bytes_of_the_specification) {
   EXPECT_NEAR(megabytes("k3.1", 8, true), 64.2 + 41.3, 0.1);
   EXPECT_NEAR(megabytes("k3", 1, false), 4094.0 + 2348.8 + 83.9, 0.1);
   EXPECT_NEAR(megabytes("k3", 1, true), 513.8 + 41.3, 0.1);
+  EXPECT_NEAR(megabytes("k3", 1, false, 7) + megabytes("k3", 1, true), 7585, 1);  // W2 does not stay on chip
+  EXPECT_NEAR(megabytes("k3.1", 1, false, 7) + megabytes("k3.1", 1, true), 8602, 1);
 }
 
 TEST(MeasureDraftStep, a_layered_stage_is_read_once_per_layer) {
@@ -36,8 +38,9 @@ TEST(MeasureDraftStep, a_layered_stage_is_read_once_per_layer) {
   limits.max_len = config.max_position_embeddings;
   const StepModel model = step_model(config, limits, {});
   // qkv_a, q_b, absorb, attention, values, o_proj, gate_up, down of two layers; the head and W2.
-  EXPECT_EQ(draft_pieces(model, false, false, 1, 100).size(), 2u * 8 + 2);
-  EXPECT_EQ(draft_pieces(model, false, true, 1, 100).size(), 2u);
+  EXPECT_EQ(draft_pieces(model, false, false, 1, 100, 1).size(), 2u * 8 + 2);
+  EXPECT_EQ(draft_pieces(model, false, false, 1, 100, 3).size(), 2u * 8 + 4);
+  EXPECT_EQ(draft_pieces(model, false, true, 1, 100, 1).size(), 2u);
 }
 
 TEST(MeasureDraftStep, the_row_holds_the_bar_of_one_case_alone) {
@@ -55,6 +58,9 @@ TEST(MeasureDraftStep, the_row_holds_the_bar_of_one_case_alone) {
   EXPECT_EQ(json["case"]["tp"], 8);
   EXPECT_EQ(json["bar_verdict"], "misses");
   EXPECT_EQ(json["stages"][0]["name"], "qkv_a");
+  row.options.shard = {1, 0};
+  row.graphs.draft.median = 280;
+  EXPECT_STREQ(row.bar_verdict(), "holds");
   row.options.requests = 2;
   EXPECT_STREQ(row.bar_verdict(), "none");
 }
