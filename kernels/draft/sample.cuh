@@ -1,15 +1,14 @@
 // The Markov head (spec: drafter 6): l = base + kLogitScale * (W2 . e), e the W1 row of the token before; the pick is
-// its argmax, with Gumbel noise in probabilistic mode. All drafts are one launch, `picks`: CTAs wait for each other's
-// bests, so the whole grid must be resident: a cooperative launch.
+// its argmax, with Gumbel noise in probabilistic mode. All drafts are one launch. CTAs wait for each other's bests, so
+// the whole grid must be resident: a cooperative launch. Two kernels that give the same bits:
+//   picks            where W2's rows fit into shared memory: a CTA reads its own once
+//   picks_streamed   W2 passes through rings of shared memory, at each draft again. They go on to the next draft's rows
+//                    while the token before it is not known yet; and each draft takes them in the direction that the
+//                    one before did not, so that what was read last may still be in L2.
 //
-// A CTA has a range of W2's rows, in chunks that pass through a ring of shared memory. Where the ring holds all of
-// them, they are read once; else the ring goes on to the next draft's while the token before it is not known yet, each
-// draft in the direction that the one before did not take: what was read last may still be in L2.
-//
-// The warps of a CTA take kSlices slices of r, so that a lane holds no more of e than it can load at once; the matrix
-// operand serves kSampleRequests requests. FP32 sums, of a slice in the order of r, then of the slices in theirs: bits
-// do not depend on chunks. NaN counts as -inf, the lowest id wins ties; a row with nothing above -inf gives token 0 and
-// kNonFinite.
+// A CTA has a range of W2's rows. r is summed in kSlices slices, in FP32: of a slice in the order of r, then the slices
+// in theirs. The matrix operand serves kSampleRequests requests. NaN counts as -inf, the lowest id wins ties; a row
+// with nothing above -inf gives token 0 and kNonFinite.
 //
 // A CTA's best token per draft and request is one word of `best`, kNoneYet until it is there. It carries all that is
 // passed on, so relaxed accesses do. `finish` empties the words again, when the grid before it is complete.
@@ -30,7 +29,8 @@ constexpr int kSampleRequests = 8;  // columns of a matrix operand
 constexpr int kTileRows = 16;       // its rows: of W2
 constexpr int kSlices = 4;          // of r
 constexpr int kSliceWarps = kSampleWarps / kSlices;
-constexpr int kMaxStages = 16;  // of the ring
+constexpr int kTilesOfWarp = 5;  // sums in registers; K3.1's shard of 8 ranks is then one chunk on an H200
+constexpr int kChunkRows = kTileRows * kTilesOfWarp * kSliceWarps;
 static_assert(kSampleWarps == kSampleRequests, "a warp finds the token of a request");
 
 struct Sampling {
@@ -45,25 +45,22 @@ struct Sampling {
   i32* status;                // [R]
 };
 
-// A chunk is kTiles tiles of a warp. Pieces of work beside the product are 32 rows of a request, each of a warp.
-template <int kTiles>
 struct PickShared {
-  static constexpr int kRows = kTileRows * kTiles * kSliceWarps;
-  static constexpr int kParts = kRows / kWarp;  // of a request; as many pieces has a warp
-  // Of this chunk and of the one before, which slower warps still read. Four floats more than rows: a warp stores eight
-  // rows of four requests at once, to all banks.
-  float sums[2][kSlices][kSampleRequests][kRows + 4];
-  float noise[kSampleRequests][kRows];  // read by the thread that wrote it
-  Best found[kSampleRequests][kParts];
-  i32 before[kSampleRequests];          // -1: padding, or no request
-  alignas(16) u64 arrived[kMaxStages];  // barriers of the ring
+  // Four floats more than rows: a warp stores eight rows of four requests at once, to all banks.
+  float sums[kSlices][kSampleRequests][kChunkRows + 4];
+  float base[kSampleRequests][kChunkRows], noise[kSampleRequests][kChunkRows];  // read by the thread that wrote them
+  Best found[kSampleRequests][kChunkRows / kWarp];
+  i32 before[kSampleRequests];  // -1: padding, or no request
+  alignas(16) u64 arrived;      // barrier of the rows of W2
 };
 
 // The rows of W2 of a CTA.
 struct Shard {
   const u16* w2;  // the first one
+  int pitch;      // elements
   i64 first;      // its number
   int rows;
+  const u64* arrived;
 };
 
 // Whole tiles; two CTAs differ by one at most.
@@ -73,85 +70,8 @@ __device__ inline Shard shard_of(const Sampling& s) {
   const i64 first = kTiles * blockIdx.x / gridDim.x * kTileRows;
   const i64 end = kTiles * (blockIdx.x + 1) / gridDim.x * kTileRows;
   const int rows = int((end < Model::kShardVocab ? end : i64(Model::kShardVocab)) - first);
-  return {s.w2 + first * Model::kMarkovRank, first, rows};
+  return {s.w2 + first * Model::kMarkovRank, Model::kMarkovRank, first, rows, nullptr};
 }
-
-// ---- The ring
-
-// Chunks as a CTA takes them, draft after draft: up through its rows, then down, and so on.
-struct Turn {
-  int chunk = 0, step = 1;
-  __device__ void next(int chunks) {
-    chunk += step;
-    if (chunk >= 0 && chunk < chunks) return;
-    step = -step;
-    chunk += step;
-  }
-};
-
-// Stages of kRows rows, each of a pitch that is 64 bytes off the 128 of all banks: the eight pieces that a load takes
-// at once are of two rows.
-template <class Model, int kRows>
-struct Ring {
-  static constexpr u32 kRowBytes = 2 * Model::kMarkovRank;
-  static constexpr u32 kPitchBytes = (kRowBytes + 63) / 128 * 128 + 64;
-  static constexpr u32 kStageBytes = kRows * kPitchBytes;
-
-  const Shard& shard;
-  u8* memory;
-  decltype(smem_address(nullptr)) barriers;
-  int stages, chunks;
-  int left;         // loads not yet begun
-  Turn load, read;  // next of each
-  int load_to = 0, read_at = 0;
-  u32 parity = 0;
-
-  __device__ Ring(const Shard& shard, void* memory, u64* arrived, int stages, i64 drafts)
-      : shard(shard), memory(static_cast<u8*>(memory)), barriers(smem_address(arrived)), stages(stages) {
-    chunks = (shard.rows + kRows - 1) / kRows;
-    left = int(chunks <= stages ? chunks : chunks * drafts);
-    if (threadIdx.x == 0) {
-      for (int i = 0; i < stages; ++i) barrier_init(barriers + 8 * i, 1);
-      barrier_init_fence();
-    }
-    __syncthreads();  // the barriers are there
-    for (int i = 0; i < stages; ++i) begin();
-  }
-
-  __device__ int first_row() const { return read.chunk * kRows; }
-  __device__ int rows_of(int chunk) const {
-    return shard.rows - chunk * kRows < kRows ? shard.rows - chunk * kRows : kRows;
-  }
-  __device__ const u16* rows() const { return reinterpret_cast<const u16*>(memory + read_at * kStageBytes); }
-
-  // Loads the next chunk, if one is left. All threads; none still reads the stage.
-  __device__ void begin() {
-    if (left == 0) return;
-    --left;
-    const int rows = rows_of(load.chunk), warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-    const auto to = smem_address(memory) + load_to * kStageBytes, barrier = barriers + 8 * load_to;
-    const u16* from = shard.w2 + i64(load.chunk) * kRows * Model::kMarkovRank;
-    if (threadIdx.x == 0) barrier_arrive_expect(barrier, rows * kRowBytes);
-    for (int row = lane * kSampleWarps + warp; row < rows; row += kSampleThreads)
-      bulk_load(to + row * kPitchBytes, from + i64(row) * Model::kMarkovRank, kRowBytes, barrier);
-    load.next(chunks);
-    if (++load_to == stages) load_to = 0;
-  }
-  __device__ void wait() const {
-    while (!barrier_try_wait(barriers + 8 * read_at, parity)) {
-    }
-  }
-  // After all threads have read the chunk.
-  __device__ void next() {
-    read.next(chunks);
-    if (chunks <= stages) {  // each stays where it is
-      read_at = read.chunk;
-      return;
-    }
-    begin();
-    if (++read_at == stages) read_at = 0, parity ^= 1;
-  }
-};
 
 // ---- Bests of CTAs
 
@@ -200,180 +120,400 @@ __device__ inline i32 token_before(const Sampling& s, i64 requests, i64 r, int i
   return token;
 }
 
-// ---- A draft
-
-// e of the requests of a group, as the matrix operand of this warp's slice of r. Of a step of 32 columns, lane
-// 4 * g + t holds 16 bytes of row g, of row g + 8 and of request g's e: columns 8t to 8t + 7. Which of them an
-// instruction takes for its columns does not matter, as long as both operands agree.
+// This CTA's best of draft i, by one warp.
 template <class Model>
-struct Embedding {
-  static constexpr int kPieces = Model::kMarkovRank / 8;  // of 16 bytes, of a row
-  static constexpr int kOfStep = 4 * kSlices;             // in all slices
-  static constexpr int kSteps = (kPieces + kOfStep - 1) / kOfStep;
-  uint4 of[kSteps];
+__device__ inline void tell_best(const Sampling& s, i64 requests, i64 r, int i, Best best) {
+  const int lane = threadIdx.x % kWarp;
+  if (lane == 0) store_relaxed_gpu(bests_of(s, requests, r, i, gridDim.x) + blockIdx.x, word_of(best));
+  // One of the CTAs has the token: its W1 row comes closer while the others find that out.
+  if (best.token >= 0 && i + 1 < Model::kK)
+    for (int column = 64 * lane; column < Model::kMarkovRank; column += 64 * kWarp)
+      prefetch_l2(s.w1 + i64(best.token) * Model::kMarkovRank + column);
+}
 
-  __device__ static int piece_of(int step) {
-    return step * kOfStep + int(threadIdx.x / kWarp) % kSlices * 4 + int(threadIdx.x) % 4;
-  }
-  __device__ static bool has(int step) { return kPieces % kOfStep == 0 || piece_of(step) < kPieces; }
+// ---- Kept: the warps of a CTA share a chunk of rows and their slices
 
-  __device__ void load(const u16* w1, const i32* before) {
-    const i32 token = before[threadIdx.x % kWarp / 4];
-    const uint4* e = reinterpret_cast<const uint4*>(w1 + (token < 0 ? 0 : i64(token)) * Model::kMarkovRank);
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step)
-      of[step] = has(step) && token >= 0 ? e[piece_of(step)] : make_uint4(0, 0, 0, 0);
-  }
-};
-
-// sums[slice] = W2 . e of a chunk's rows, of this warp's slice of r.
-template <class Model, int kTiles, class Sums>
-__device__ inline void sum_slice(const Embedding<Model>& e, const u16* w2, int pitch, int rows, const i32* before,
-                                 Sums& sums_of) {
-  using E = Embedding<Model>;
+// sums = W2 . e of a chunk's rows, of this warp's slice of r. Of a step of 32 columns, lane 4 * g + t holds 16 bytes
+// of row g, of row g + 8 and of request g's e: columns 8t to 8t + 7. Which of them an instruction takes for its
+// columns does not matter, as long as both operands agree.
+template <class Model>
+__device__ inline void sum_slice(const Sampling& s, const Shard& shard, int chunk, int rows, PickShared& shared) {
+  constexpr int kPieces = Model::kMarkovRank / 8;  // of 16 bytes, of a row
+  constexpr int kOfStep = 4 * kSlices;             // in all slices
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-  const int g = lane / 4, t = lane % 4;
-  const bool wanted[2] = {before[2 * t] >= 0, before[2 * t + 1] >= 0};
+  const int g = lane / 4, t = lane % 4, slice = warp % kSlices;
+  const i32 token = shared.before[g];
+  const bool wanted[2] = {shared.before[2 * t] >= 0, shared.before[2 * t + 1] >= 0};
+  const uint4* e = reinterpret_cast<const uint4*>(s.w1 + (token < 0 ? 0 : i64(token)) * Model::kMarkovRank);
   const auto tile_of = [&](int n) { return (warp / kSlices + n * kSliceWarps) * kTileRows; };
+  const u16* chunk_rows = shard.w2 + i64(chunk) * shard.pitch;
   const auto piece_of = [&](int row, int piece) {
     // Of the last row instead of one past it: nobody reads that sum.
     if (Model::kShardVocab % kTileRows != 0 && row >= rows) row = rows - 1;
-    return reinterpret_cast<const uint4*>(w2 + row * pitch)[piece];
+    return reinterpret_cast<const uint4*>(chunk_rows + row * shard.pitch)[piece];
   };
+
   const uint4 zero = make_uint4(0, 0, 0, 0);
-  float sums[kTiles][4] = {};
+  float sums[kTilesOfWarp][4] = {};
+#pragma unroll 4  // steps whose loads are under way together
+  for (int step = 0; step < (kPieces + kOfStep - 1) / kOfStep; ++step) {
+    const int piece = step * kOfStep + 4 * slice + t;
+    const bool inside = kPieces % kOfStep == 0 || piece < kPieces;
+    const uint4 b = inside && token >= 0 ? e[piece] : zero;
+    uint4 low[kTilesOfWarp], high[kTilesOfWarp];
 #pragma unroll
-  for (int step = 0; step < E::kSteps; ++step) {
-    const int piece = E::piece_of(step);
-    const bool inside = E::has(step);
-    const uint4 b = e.of[step];
-    uint4 low[kTiles], high[kTiles];
-#pragma unroll
-    for (int n = 0; n < kTiles; ++n) {
+    for (int n = 0; n < kTilesOfWarp; ++n) {
       low[n] = inside && tile_of(n) < rows ? piece_of(tile_of(n) + g, piece) : zero;
       high[n] = inside && tile_of(n) < rows ? piece_of(tile_of(n) + g + 8, piece) : zero;
     }
 #pragma unroll
-    for (int n = 0; n < kTiles; ++n) {
+    for (int n = 0; n < kTilesOfWarp; ++n) {
       mma_16x8x16(sums[n], {low[n].x, high[n].x, low[n].y, high[n].y}, b.x, b.y);
       mma_16x8x16(sums[n], {low[n].z, high[n].z, low[n].w, high[n].w}, b.z, b.w);
     }
   }
 #pragma unroll
-  for (int n = 0; n < kTiles; ++n)
+  for (int n = 0; n < kTilesOfWarp; ++n)
 #pragma unroll
     for (int j = 0; j < 4; ++j)
       if (tile_of(n) < rows && wanted[j % 2])
-        sums_of[warp % kSlices][2 * t + j % 2][tile_of(n) + g + j / 2 * 8] = sums[n][j];
+        shared.sums[slice][2 * t + j % 2][tile_of(n) + g + j / 2 * 8] = sums[n][j];
+}
+
+// The warps of a CTA share `count` times `parts` pieces of work, without a division.
+template <class Work>
+__device__ inline void for_each_part(int count, int parts, Work work) {
+  for (int q = 0, part = threadIdx.x / kWarp;; part += kSampleWarps) {
+    for (; part >= parts; part -= parts) ++q;
+    if (q >= count) return;
+    work(q, part);
+  }
 }
 
 // Draft i of the requests from `group` on: this CTA's best.
-template <class Model, int kTiles>
-__device__ inline void draft(const Batch& batch, const Sampling& s, int i, i64 group,
-                             Ring<Model, PickShared<kTiles>::kRows>& ring, PickShared<kTiles>& shared) {
-  constexpr int kParts = PickShared<kTiles>::kParts;
+template <class Model>
+__device__ inline void draft(const Batch& batch, const Sampling& s, const Shard& shard, int i, i64 group,
+                             PickShared& shared) {
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   const int count = batch.requests - group < kSampleRequests ? int(batch.requests - group) : kSampleRequests;
-  // Piece n of this warp.
-  const auto request_of = [&](int n) { return (n * kSampleWarps + warp) / kParts; };
-  const auto at_of = [&](int n) { return (n * kSampleWarps + warp) % kParts * kWarp + lane; };
-  i64 position[kParts];  // of the draft; -1: no work for this thread
-  float temperature[kParts], base[kParts];
-  Best best[kParts];
-#pragma unroll
-  for (int n = 0; n < kParts; ++n) {
-    const bool is = request_of(n) < count;
-    const i64 first = is ? s.first_position[group + request_of(n)] : -1;
-    position[n] = first < 0 ? -1 : first + i;
-    temperature[n] = Model::kProbabilistic && is ? batch.temperature[group + request_of(n)] : 0.0f;
-    best[n] = no_best();
-  }
-  const auto row_of = [&](int n) { return (group + request_of(n)) * Model::kK + i; };
-  const auto begin_chunk = [&] {  // what does not need the token
-    const i64 first = ring.shard.first + ring.first_row();
-    const int rows = ring.rows_of(ring.read.chunk);
-#pragma unroll
-    for (int n = 0; n < kParts; ++n)
-      if (at_of(n) < rows && position[n] >= 0)
-        base[n] = bf16_at(s.base, row_of(n) * Model::kShardVocab + first + at_of(n));
-    if (!Model::kProbabilistic) return;
-#pragma unroll 1  // a long text
-    for (int n = 0; n < kParts && request_of(n) < count; ++n) {
-      const i64 r = group + request_of(n), position_of = s.first_position[r] + i;
-      if (at_of(n) >= rows || position_of < i || !(batch.temperature[r] >= 1e-5f)) continue;
-      const DrawKey key = {u64(batch.seed[r]), u32(position_of), u32(batch.step[r])};
-      shared.noise[request_of(n)][at_of(n)] = gumbel_at(key, u32(Model::kFirstToken + first + at_of(n)), kDraftStream);
-    }
-  };
+  const auto temperature_of = [&](i64 r) { return Model::kProbabilistic ? batch.temperature[r] : 0.0f; };
 
-  Embedding<Model> e;
-#pragma unroll 1
-  for (int c = 0; c < ring.chunks; ++c) {
-    begin_chunk();
-    if (c == 0) {
+  for (int chunk = 0; chunk < shard.rows; chunk += kChunkRows) {
+    const int rows = shard.rows - chunk < kChunkRows ? shard.rows - chunk : kChunkRows;
+    const int parts = (rows + kWarp - 1) / kWarp;  // of a request, each of a warp; the first chunk has the most
+
+    for_each_part(count, parts, [&](int q, int part) {  // what does not need the token
+      const i64 r = group + q, row = r * Model::kK + i;
+      const int at = part * kWarp + lane;
+      if (at >= rows || s.first_position[r] < 0) return;
+      const i64 v = shard.first + chunk + at;
+      shared.base[q][at] = bf16_at(s.base, row * Model::kShardVocab + v);
+      if (!(temperature_of(r) >= 1e-5f)) return;
+      const DrawKey key = {u64(batch.seed[r]), u32(s.first_position[r] + i), u32(batch.step[r])};
+      shared.noise[q][at] = gumbel_at(key, u32(Model::kFirstToken + v), kDraftStream);
+    });
+
+    if (chunk == 0) {
       const i32 token =
           warp < count ? token_before<Model>(s, batch.requests, group + warp, i, gridDim.x, lane, blockIdx.x == 0) : -1;
       if (lane == 0) shared.before[warp] = token;
-      __syncthreads();  // before is there
-      e.load(s.w1, shared.before);
-    }
-    auto& sums = shared.sums[c % 2];
-    const i64 first = ring.shard.first + ring.first_row();
-    const int rows = ring.rows_of(ring.read.chunk);
-    ring.wait();
-    sum_slice<Model, kTiles>(e, ring.rows(), ring.kPitchBytes / 2, rows, shared.before, sums);
-    __syncthreads();  // sums are there, and the rows no longer read
-    ring.next();
-#pragma unroll
-    for (int n = 0; n < kParts; ++n) {
-      const int at = at_of(n);
-      if (at >= rows || position[n] < 0) continue;
-      const i64 v = first + at;
-      float bias = 0;
-#pragma unroll
-      for (int slice = 0; slice < kSlices; ++slice) bias += sums[slice][request_of(n)][at];
-      float l = base[n] + Model::kLogitScale * bias;
-      if (Model::kProbabilistic && Model::kDraftLogitsBf16) {
-        l = round_bf16(l);
-        static_cast<u16*>(s.draft_logits)[row_of(n) * Model::kShardVocab + v] = to_bf16(l);
-      } else if (Model::kProbabilistic) {
-        static_cast<float*>(s.draft_logits)[row_of(n) * Model::kShardVocab + v] = l;
+      while (!barrier_try_wait(smem_address(shard.arrived), 0)) {
       }
-      const float score = temperature[n] >= 1e-5f ? l * (1.0f / temperature[n]) + shared.noise[request_of(n)][at] : l;
-      if (score > -infinity()) best[n] = better(best[n], {score, i32(Model::kFirstToken + v)});
+      __syncthreads();  // before is there
     }
+    sum_slice<Model>(s, shard, chunk, rows, shared);
+    __syncthreads();  // sums are there
+
+    for_each_part(count, parts, [&](int q, int part) {
+      const i64 r = group + q, row = r * Model::kK + i;
+      const int at = part * kWarp + lane;
+      Best best = no_best();
+      if (at < rows && shared.before[q] >= 0) {
+        const i64 v = shard.first + chunk + at;
+        float bias = 0;
+#pragma unroll
+        for (int slice = 0; slice < kSlices; ++slice) bias += shared.sums[slice][q][at];
+        float l = shared.base[q][at] + Model::kLogitScale * bias;
+        if (Model::kProbabilistic && Model::kDraftLogitsBf16) {
+          l = round_bf16(l);
+          static_cast<u16*>(s.draft_logits)[row * Model::kShardVocab + v] = to_bf16(l);
+        } else if (Model::kProbabilistic) {
+          static_cast<float*>(s.draft_logits)[row * Model::kShardVocab + v] = l;
+        }
+        const float temperature = temperature_of(r);
+        const float score = temperature >= 1e-5f ? l * (1.0f / temperature) + shared.noise[q][at] : l;
+        if (score > best.score) best = {score, i32(Model::kFirstToken + v)};
+      }
+      best = warp_best(best);
+      if (lane == 0) shared.found[q][part] = chunk == 0 ? best : better(shared.found[q][part], best);
+    });
+    __syncthreads();  // found is there; sums and before are no longer read
   }
 
-#pragma unroll
-  for (int n = 0; n < kParts; ++n) {
-    if (request_of(n) >= count) continue;
-    const Best found = warp_best(best[n]);
-    if (lane == 0) shared.found[request_of(n)][at_of(n) / kWarp] = found;
-  }
-  __syncthreads();  // found is there; sums and before are no longer read
   if (warp >= count) return;
-  const Best found = warp_best(lane < kParts ? shared.found[warp][lane] : no_best());
-  if (lane == 0)
-    store_relaxed_gpu(bests_of(s, batch.requests, group + warp, i, gridDim.x) + blockIdx.x, word_of(found));
-  // One of the CTAs has the token: its W1 row comes closer while the others find that out.
-  if (found.token >= 0 && i + 1 < Model::kK)
-    for (int column = 64 * lane; column < Model::kMarkovRank; column += 64 * kWarp)
-      prefetch_l2(s.w1 + i64(found.token) * Model::kMarkovRank + column);
+  const int rows = shard.rows < kChunkRows ? shard.rows : kChunkRows;
+  const Best best = warp_best(lane * kWarp < rows ? shared.found[warp][lane] : no_best());
+  tell_best<Model>(s, batch.requests, group + warp, i, best);
 }
 
 // All drafts.   Grid up to the number of SMs, resident as a whole; block kSampleThreads.   memory: PickShared, then the
-// ring of `stages` stages, of which the last one need be no longer than the rows that a CTA has for it.
-template <class Model, int kTiles>
-__device__ inline void picks(const Batch& batch, const Sampling& s, int stages, void* memory) {
-  PickShared<kTiles>& shared = *static_cast<PickShared<kTiles>*>(memory);
+// rows of W2. Their pitch is 64 bytes off the 128 of all banks: the eight pieces that a load takes at once are of two
+// rows.
+template <class Model>
+__device__ inline void picks(const Batch& batch, const Sampling& s, void* memory) {
+  constexpr u32 kRowBytes = 2 * Model::kMarkovRank;
+  constexpr u32 kPitchBytes = (kRowBytes + 63) / 128 * 128 + 64;
+  PickShared& shared = *static_cast<PickShared*>(memory);
+  u16* kept = reinterpret_cast<u16*>(&shared + 1);
+  Shard shard = shard_of<Model>(s);
+  const auto arrived = smem_address(&shared.arrived);
+  if (threadIdx.x == 0) {
+    barrier_init(arrived, 1);
+    barrier_init_fence();
+    barrier_arrive_expect(arrived, shard.rows * kRowBytes);
+  }
+  __syncthreads();  // the barrier is there
+  for (int row = threadIdx.x; row < shard.rows; row += kSampleThreads)
+    bulk_load(smem_address(kept) + row * kPitchBytes, shard.w2 + i64(row) * Model::kMarkovRank, kRowBytes, arrived);
+  pdl_launch();
+  pdl_wait();
+
+  shard.w2 = kept;
+  shard.pitch = kPitchBytes / 2;
+  shard.arrived = &shared.arrived;
+  for (int i = 0; i < Model::kK; ++i)
+    for (i64 group = 0; group < batch.requests; group += kSampleRequests)
+      draft<Model>(batch, s, shard, i, group, shared);
+}
+
+// ---- Streamed: each warp for itself, 16 rows at a time
+
+constexpr int kStreamWarps = 4;
+constexpr int kStreamThreads = kStreamWarps * kWarp;
+constexpr int kMaxStages = 16;  // of a warp's ring
+
+// Before the rings: kStreamWarps of `stages` tiles of W2, as they lie in global memory.
+template <class Model>
+struct StreamShared {
+  static constexpr int kPitch = ((2 * Model::kMarkovRank + 63) / 128 * 128 + 64) / 2;  // off the 128 bytes of all banks
+  alignas(128) u16 e[kSampleRequests][kPitch];
+  Best found[kStreamWarps][kSampleRequests];
+  i32 before[kSampleRequests];
+  alignas(128) u64 arrived[kStreamWarps][kMaxStages];
+};
+
+// The tiles of a warp: every kStreamWarps-th of its CTA, up through them in one draft, down in the next, and so on.
+template <class Model>
+class Stream {
+ public:
+  static constexpr u32 kTileElements = kTileRows * Model::kMarkovRank;
+
+  __device__ Stream(const Shard& shard, u16* ring, u64* arrived, int stages, i64 passes)
+      : shard_(shard), ring_(ring), arrived_(smem_address(arrived)), stages_(stages) {
+    const int warp = threadIdx.x / kWarp, all = (shard.rows + kTileRows - 1) / kTileRows;
+    tiles = all > warp ? (all - warp + kStreamWarps - 1) / kStreamWarps : 0;
+    left_ = tiles * passes;
+    if (threadIdx.x % kWarp == 0) {
+      for (int i = 0; i < stages; ++i) barrier_init(arrived_ + 8 * i, 1);
+      barrier_init_fence();
+    }
+    __syncwarp();
+    for (int i = 0; i < stages; ++i) begin(i);
+  }
+
+  int tiles;  // of a pass
+  __device__ int first_row() const { return row_of(reads_); }
+  // This tile's rows, when they have arrived. All lanes.
+  __device__ const u16* wait() const {
+    while (!barrier_try_wait(arrived_ + 8 * stage_, parity_)) {
+    }
+    return ring_ + stage_ * kTileElements;
+  }
+  // All lanes have read this tile: its room is the next one's.
+  __device__ void next() {
+    __syncwarp();
+    begin(stage_);
+    reads_.next(tiles);
+    if (++stage_ == stages_) stage_ = 0, parity_ ^= 1;
+  }
+
+ private:
+  struct Place {
+    int tile = 0, step = 1;
+    __device__ void next(int tiles) {
+      tile += step;
+      if (tile >= 0 && tile < tiles) return;
+      step = -step;
+      tile += step;
+    }
+  };
+  __device__ static int row_of(Place place) {
+    return (place.tile * kStreamWarps + int(threadIdx.x / kWarp)) * kTileRows;
+  }
+  __device__ void begin(int stage) {
+    if (left_ == 0) return;
+    --left_;
+    if (threadIdx.x % kWarp == 0) {
+      const int row = row_of(loads_), rows = shard_.rows - row < kTileRows ? shard_.rows - row : kTileRows;
+      const u32 bytes = rows * 2 * Model::kMarkovRank;
+      barrier_arrive_expect(arrived_ + 8 * stage, bytes);
+      bulk_load(smem_address(ring_ + stage * kTileElements), shard_.w2 + i64(row) * Model::kMarkovRank, bytes,
+                arrived_ + 8 * stage);
+    }
+    loads_.next(tiles);
+  }
+
+  const Shard& shard_;
+  u16* ring_;
+  decltype(smem_address(nullptr)) arrived_;
+  int stages_, stage_ = 0;
+  u32 parity_ = 0;
+  Place loads_, reads_;
+  i64 left_;  // tiles not yet under way
+};
+
+// sums[slice] = W2 . e of a tile, as sum_slice() has them. Rows lie 128 bytes apart, or a multiple: lanes of odd rows
+// take the pieces of two slices in the other order, so that each load meets all banks once.
+template <class Model>
+__device__ inline void sum_tile(const u16* tile, const StreamShared<Model>& shared, float (&sums)[kSlices][4]) {
+  constexpr int kPieces = Model::kMarkovRank / 8;
+  constexpr int kOfStep = 4 * kSlices;
+  const int lane = threadIdx.x % kWarp, g = lane / 4, t = lane % 4;
+  const bool odd = g % 2 != 0;
+  const uint4 zero = make_uint4(0, 0, 0, 0);
+  const auto piece_of = [&](const u16* row, int piece) {
+    return kPieces % kOfStep == 0 || piece < kPieces ? reinterpret_cast<const uint4*>(row)[piece] : zero;
+  };
+#pragma unroll 4
+  for (int step = 0; step < (kPieces + kOfStep - 1) / kOfStep; ++step)
+#pragma unroll
+    for (int pair = 0; pair < kSlices; pair += 2) {
+      const int piece = step * kOfStep + 4 * pair + t;
+      uint4 of[2][2];  // [slice][row g, row g + 8]
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const u16* row = tile + (g + 8 * half) * Model::kMarkovRank;
+        const uint4 first = piece_of(row, piece + (odd ? 4 : 0)), second = piece_of(row, piece + (odd ? 0 : 4));
+        of[0][half] = odd ? second : first;
+        of[1][half] = odd ? first : second;
+      }
+#pragma unroll
+      for (int n = 0; n < 2; ++n) {
+        const uint4 low = of[n][0], high = of[n][1], b = piece_of(shared.e[g], piece + 4 * n);
+        mma_16x8x16(sums[pair + n], {low.x, high.x, low.y, high.y}, b.x, b.y);
+        mma_16x8x16(sums[pair + n], {low.z, high.z, low.w, high.w}, b.z, b.w);
+      }
+    }
+}
+
+// Draft i of the requests from `group` on: this CTA's best.
+template <class Model>
+__device__ inline void draft_streamed(const Batch& batch, const Sampling& s, const Shard& shard, int i, i64 group,
+                                      Stream<Model>& stream, StreamShared<Model>& shared) {
+  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, g = lane / 4, t = lane % 4;
+  const int count = batch.requests - group < kSampleRequests ? int(batch.requests - group) : kSampleRequests;
+  // Of this lane: requests 2t and 2t + 1, of a tile rows g and g + 8.
+  i64 position[2];  // of the draft; -1: padding, or no request
+  float temperature[2];
+  Best best[2] = {no_best(), no_best()};
+#pragma unroll
+  for (int q = 0; q < 2; ++q) {
+    const bool is = 2 * t + q < count;
+    const i64 first = is ? s.first_position[group + 2 * t + q] : -1;
+    position[q] = first < 0 ? -1 : first + i;
+    temperature[q] = Model::kProbabilistic && is ? batch.temperature[group + 2 * t + q] : 0.0f;
+  }
+  const auto row_of = [&](int q) { return (group + 2 * t + q) * Model::kK + i; };
+
+  for (int n = 0; n == 0 || n < stream.tiles; ++n) {
+    const int first_row = stream.first_row();
+    const auto has = [&](int q, int half) { return position[q] >= 0 && first_row + g + 8 * half < shard.rows; };
+    const i64 v = shard.first + first_row + g;
+    float base[2][2], noise[2][2];  // [request][half]: they do not need the token
+#pragma unroll
+    for (int q = 0; q < 2; ++q)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        if (!has(q, half)) continue;
+        base[q][half] = bf16_at(s.base, row_of(q) * Model::kShardVocab + v + 8 * half);
+        if (!(temperature[q] >= 1e-5f)) continue;
+        const i64 r = group + 2 * t + q;
+        const DrawKey key = {u64(batch.seed[r]), u32(position[q]), u32(batch.step[r])};
+        noise[q][half] = gumbel_at(key, u32(Model::kFirstToken + v + 8 * half), kDraftStream);
+      }
+
+    if (n == 0) {
+      for (int q = warp; q < kSampleRequests; q += kStreamWarps) {
+        const i32 token =
+            q < count ? token_before<Model>(s, batch.requests, group + q, i, gridDim.x, lane, blockIdx.x == 0) : -1;
+        if (lane == 0) shared.before[q] = token;
+      }
+      __syncthreads();  // before is there
+      constexpr int kPieces = Model::kMarkovRank / 8;
+      for (int at = threadIdx.x; at < kSampleRequests * kPieces; at += kStreamThreads) {
+        const int q = at / kPieces, piece = at % kPieces;
+        const i32 token = shared.before[q];
+        reinterpret_cast<uint4*>(shared.e[q])[piece] =
+            token < 0 ? make_uint4(0, 0, 0, 0)
+                      : reinterpret_cast<const uint4*>(s.w1 + i64(token) * Model::kMarkovRank)[piece];
+      }
+      __syncthreads();  // e is there
+      if (stream.tiles == 0) break;
+    }
+
+    float sums[kSlices][4] = {};
+    sum_tile<Model>(stream.wait(), shared, sums);
+    stream.next();
+#pragma unroll
+    for (int q = 0; q < 2; ++q)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        if (!has(q, half)) continue;
+        float bias = 0;
+#pragma unroll
+        for (int slice = 0; slice < kSlices; ++slice) bias += sums[slice][2 * half + q];
+        float l = base[q][half] + Model::kLogitScale * bias;
+        const i64 at = row_of(q) * Model::kShardVocab + v + 8 * half;
+        if (Model::kProbabilistic && Model::kDraftLogitsBf16) {
+          l = round_bf16(l);
+          static_cast<u16*>(s.draft_logits)[at] = to_bf16(l);
+        } else if (Model::kProbabilistic) {
+          static_cast<float*>(s.draft_logits)[at] = l;
+        }
+        const float score = temperature[q] >= 1e-5f ? l * (1.0f / temperature[q]) + noise[q][half] : l;
+        if (score > -infinity()) best[q] = better(best[q], {score, i32(Model::kFirstToken + v + 8 * half)});
+      }
+  }
+
+#pragma unroll
+  for (int q = 0; q < 2; ++q) {
+#pragma unroll
+    for (int step = 4; step < kWarp; step *= 2)
+      best[q] = better(best[q], {__shfl_xor_sync(0xffffffffu, best[q].score, step),
+                                 __shfl_xor_sync(0xffffffffu, best[q].token, step)});
+    if (g == 0) shared.found[warp][2 * t + q] = best[q];
+  }
+  __syncthreads();  // found is there; e and before are no longer read
+  for (int q = warp; q < count; q += kStreamWarps)
+    tell_best<Model>(s, batch.requests, group + q, i,
+                     warp_best(lane < kStreamWarps ? shared.found[lane][q] : no_best()));
+}
+
+// All drafts.   Grid up to the number of SMs, resident as a whole; block kStreamThreads.   memory: StreamShared, then
+// the rings, of `stages` tiles for each warp.
+template <class Model>
+__device__ inline void picks_streamed(const Batch& batch, const Sampling& s, int stages, void* memory) {
+  StreamShared<Model>& shared = *static_cast<StreamShared<Model>*>(memory);
   const Shard shard = shard_of<Model>(s);
+  const int warp = threadIdx.x / kWarp;
   const i64 groups = (batch.requests + kSampleRequests - 1) / kSampleRequests;
-  Ring<Model, PickShared<kTiles>::kRows> ring(shard, &shared + 1, shared.arrived, stages, Model::kK * groups);
+  Stream<Model> stream(shard, reinterpret_cast<u16*>(&shared + 1) + i64(warp * stages) * Stream<Model>::kTileElements,
+                       shared.arrived[warp], stages, Model::kK * groups);
   pdl_launch();
   pdl_wait();
   for (int i = 0; i < Model::kK; ++i)
     for (i64 group = 0; group < batch.requests; group += kSampleRequests)
-      draft<Model, kTiles>(batch, s, i, group, ring, shared);
+      draft_streamed<Model>(batch, s, shard, i, group, stream, shared);
 }
 
 // After the last draft: its token, and the confidence of all of them. One pass over the weights.

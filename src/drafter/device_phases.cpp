@@ -20,28 +20,26 @@ constexpr std::int64_t kPartStats = 40;                                         
 constexpr std::int64_t kAbsorbColumns = 64, kValueColumns = 16, kBlockRows = 16;  // block.cuh
 constexpr std::int64_t kPad = 8, kHalfWarps = 8;                                  // block.cuh
 constexpr std::int64_t kMaxSplits = 256;
-constexpr std::int64_t kTileRows = 16, kPickStages = 16, kFinishThreads = 512;  // sample.cuh
-constexpr std::int64_t kKeptTiles = 5, kStreamedTiles = 2;                      // kTiles of its chunks
-constexpr std::int64_t kParts = 32;                                             // verify.cuh
+constexpr std::int64_t kTileRows = 16, kPickShared = 31600, kFinishThreads = 512;  // sample.cuh
+constexpr std::int64_t kStreamWarps = 4, kPickStages = 16;
+constexpr std::int64_t kParts = 32;  // verify.cuh
 
 std::int64_t pieces(std::int64_t size, std::int64_t piece) { return (size + piece - 1) / piece; }
 
-// CTAs of a pick, and the shared memory of each: PickShared of kernels/draft/sample.cuh and its ring. The ring of
-// kPicks holds all rows of a CTA, that of kPicksStreamed as many chunks as fit, or one that does not.
 std::int64_t pick_ctas(const StepModel& m, const StepGpu& gpu) {
   return std::min<std::int64_t>(gpu.sm_count, pieces(m.shard_vocab, kTileRows));
 }
-struct PickRing {
+
+// The rings of kPicksStreamed, of as many tiles as fit, or of one that does not; and the shared memory of a CTA:
+// StreamShared of kernels/draft/sample.cuh and they.
+struct PickRings {
   std::int64_t stages, bytes;
 };
-PickRing pick_ring(StepKernel kernel, const StepModel& m, const StepGpu& gpu) {
-  const bool kept = kernel == StepKernel::kPicks;
+PickRings pick_rings(const StepModel& m, const StepGpu& gpu) {
   const std::int64_t pitch = (2 * m.markov_rank + 63) / 128 * 128 + 64;
-  const std::int64_t rows = kTileRows * pieces(pieces(m.shard_vocab, kTileRows), pick_ctas(m, gpu));
-  const std::int64_t chunk = 2 * kTileRows * (kept ? kKeptTiles : kStreamedTiles);
-  const std::int64_t shared = 8 * 8 * 4 * (chunk + 4) + 8 * 4 * chunk + 8 * 8 * (chunk / 32) + 4 * 8 + 8 * kPickStages;
-  if (kept) return {pieces(rows, chunk), shared + rows * pitch};
-  const std::int64_t stage = std::min(rows, chunk) * pitch;
+  const std::int64_t found = 8 * kStreamWarps * 8 + 4 * 8, arrived = 8 * kStreamWarps * kPickStages;
+  const std::int64_t shared = pieces(8 * pitch + found, 128) * 128 + arrived;
+  const std::int64_t stage = kStreamWarps * kTileRows * 2 * m.markov_rank;
   const std::int64_t stages = std::clamp<std::int64_t>((gpu.smem_per_block - shared) / stage, 1, kPickStages);
   return {stages, shared + stages * stage};
 }
@@ -126,12 +124,12 @@ const KernelText& text_of(StepKernel kernel) {
        "values<Model>(o, kv_b, gate, rows, out)", 256,
        "kValueColumns == 16 && kBlockRows == 16 && kHalfThreads == 256"},
       {"activate", "block", "const u16* gate_up, u16* out", "activate<Model>(gate_up, out)", kActivateColumns},
-      {"picks", "sample", "Batch batch, Sampling sampling, int stages",
-       "extern __shared__ uint4 memory[];\n  picks<Model, 5>(batch, sampling, stages, memory)", 256,
-       "kSampleThreads == 256 && kTileRows == 16 && kMaxStages == 16 && sizeof(PickShared<5>) == 47584"},
+      {"picks", "sample", "Batch batch, Sampling sampling",
+       "extern __shared__ uint4 memory[];\n  picks<Model>(batch, sampling, memory)", 256,
+       "kSampleThreads == 256 && kTileRows == 16 && sizeof(PickShared) == 31600"},
       {"picks_streamed", "sample", "Batch batch, Sampling sampling, int stages",
-       "extern __shared__ uint4 memory[];\n  picks<Model, 2>(batch, sampling, stages, memory)", 256,
-       "kSampleThreads == 256 && kTileRows == 16 && kMaxStages == 16 && sizeof(PickShared<2>) == 19744"},
+       "extern __shared__ __align__(128) u8 memory[];\n  picks_streamed<Model>(batch, sampling, stages, memory)",
+       kStreamWarps * 32, "kStreamWarps == 4 && kTileRows == 16 && kMaxStages == 16"},
       {"finish", "sample",
        "Batch batch, Sampling sampling, int ctas, const u16* hidden, const float* weight, const float* calibration, "
        "float* confidence, float* survival",
@@ -183,7 +181,7 @@ class DevicePhases final : public StepPhases {
     sums_ = allocate(static_cast<std::size_t>(parts * rows * m_.kv_lora) * (wgmma_ ? 2 : 4));  // FP16 or FP32
     stats_ = allocate(static_cast<std::size_t>(parts * rows * kPartStats));
     picks_ = step_kernel_possible(StepKernel::kPicks, m_, gpu_) ? StepKernel::kPicks : StepKernel::kPicksStreamed;
-    pick_stages_ = static_cast<std::int32_t>(pick_ring(picks_, m_, gpu_).stages);
+    pick_stages_ = static_cast<std::int32_t>(pick_rings(m_, gpu_).stages);
     ctas_ = static_cast<std::int32_t>(pick_ctas(m_, gpu_));
     const auto requests = static_cast<std::size_t>(max_requests), k = static_cast<std::size_t>(m_.k);
     constexpr auto kNoneYet = ~std::uint64_t{0};  // sample.cuh
@@ -300,7 +298,7 @@ class DevicePhases final : public StepPhases {
 
   void sample(const StepBatch& batch, Stream stream) override {
     StepBatch on_device = batch;
-    void* drafts[] = {&on_device, &sampling_, &pick_stages_};
+    void* drafts[] = {&on_device, &sampling_, &pick_stages_};  // picks takes the first two
     launch(picks_, {ctas_, 1, 1}, stream, drafts);
     void* arguments[] = {&on_device,     &sampling_,      &ctas_,         &b_.hidden,
                          &w_.confidence, &w_.calibration, &b_.confidence, &b_.survival};
@@ -385,7 +383,7 @@ class DevicePhases final : public StepPhases {
   void* sums_ = nullptr;
   void* stats_ = nullptr;
   StepKernel picks_ = StepKernel::kPicks;
-  std::int32_t pick_stages_ = 0;  // of its ring
+  std::int32_t pick_stages_ = 0;  // of its rings
   std::int32_t ctas_ = 0;         // of its grid
   DeviceSampling sampling_{};
   DeviceRowStats* row_stats_ = nullptr;
@@ -478,8 +476,11 @@ CompileRequest step_kernel_request(StepKernel kernel, const StepKernelModel& wha
 
 std::int64_t step_kernel_smem(StepKernel kernel, const StepModel& m, const StepGpu& gpu) {
   switch (kernel) {
-    case StepKernel::kPicks:
-    case StepKernel::kPicksStreamed: return pick_ring(kernel, m, gpu).bytes;
+    case StepKernel::kPicks: {
+      const std::int64_t tiles = pieces(m.shard_vocab, kTileRows), pitch = (2 * m.markov_rank + 63) / 128 * 128 + 64;
+      return kPickShared + pieces(tiles, gpu.sm_count) * kTileRows * pitch;
+    }
+    case StepKernel::kPicksStreamed: return pick_rings(m, gpu).bytes;
     case StepKernel::kAttend:
     case StepKernel::kAttendCausal:  // AttendShared of kernels/draft/attention.cuh
       return 2 * (kQueryRows + kStages * kKeys) * (m.cache_width() + 8) + 2 * kQueryRows * (kKeys + 8) +
@@ -494,8 +495,7 @@ std::int64_t step_kernel_smem(StepKernel kernel, const StepModel& m, const StepG
 
 bool step_kernel_possible(StepKernel kernel, const StepModel& m, const StepGpu& gpu) {
   switch (kernel) {
-    case StepKernel::kPicks:
-      return pick_ring(kernel, m, gpu).stages <= kPickStages && step_kernel_smem(kernel, m, gpu) <= gpu.smem_per_block;
+    case StepKernel::kPicks: return step_kernel_smem(kernel, m, gpu) <= gpu.smem_per_block;
     case StepKernel::kSm90Attend:
     case StepKernel::kSm90AttendCausal:
     case StepKernel::kSm90Merge:  // up to four blocks of o^T in registers

@@ -35,6 +35,8 @@ class EmulatedLauncher final : public StepLauncher {
     ASSERT_EQ(step_model_text(model), text_) << "compiled for another model";
     model_ = model.model;
     ASSERT_EQ(smem_of(StepKernel::kAttend), sizeof(d::AttendShared<Model>));
+    const auto of_rings = smem_of(StepKernel::kPicksStreamed) - sizeof(d::StreamShared<Model>);
+    ASSERT_EQ(of_rings % (d::kStreamWarps * 2 * d::Stream<Model>::kTileElements), 0u);
     if constexpr (kWide) {
       ASSERT_EQ(smem_of(StepKernel::kSm90Attend), sizeof(d::Sm90AttendShared<Model>));
     }
@@ -105,10 +107,9 @@ class EmulatedLauncher final : public StepLauncher {
         return d::merge<Model>(static_cast<const unsigned short*>(p(0)), p(1), p(2), p(3), p(4), p(5));
       case StepKernel::kValues: return d::values<Model>(p(0), p(1), p(2), p(3), p(4));
       case StepKernel::kActivate: return d::activate<Model>(p(0), p(1));
-      case StepKernel::kPicks:
-        return d::picks<Model, 5>(as<d::Batch>(a[0]), as<d::Sampling>(a[1]), p(2), emulate::cta_memory());
+      case StepKernel::kPicks: return d::picks<Model>(as<d::Batch>(a[0]), as<d::Sampling>(a[1]), emulate::cta_memory());
       case StepKernel::kPicksStreamed:
-        return d::picks<Model, 2>(as<d::Batch>(a[0]), as<d::Sampling>(a[1]), p(2), emulate::cta_memory());
+        return d::picks_streamed<Model>(as<d::Batch>(a[0]), as<d::Sampling>(a[1]), p(2), emulate::cta_memory());
       case StepKernel::kFinish:
         return d::finish<Model>(as<d::Batch>(a[0]), as<d::Sampling>(a[1]), p(2), p(3), p(4), p(5), p(6), p(7));
       case StepKernel::kRowStatistics: return d::row_statistics<Model>(as<d::Batch>(a[0]), as<d::Verify>(a[1]));

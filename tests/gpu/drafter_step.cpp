@@ -73,7 +73,7 @@ TEST_F(DrafterStep, wide_is_that_of_the_cpu) {
 TEST_F(DrafterStep, picks_of_a_shard_that_fits_on_no_chip_are_those_of_the_cpu) {
   TWOSTEP_NEEDS_CUBLAS();
   Case c = step_test::switched_case();
-  c.config.vocab_size = 76016;  // of two ranks: 288 rows of 1 kB are more than a CTA may have of shared memory
+  c.config.vocab_size = 76032;  // of two ranks: 288 rows of 1 kB are more than a CTA may have of shared memory
   c.config.markov_rank = 512;
   ASSERT_TRUE(step_kernel_needed(StepKernel::kPicksStreamed, step_test::kernel_model(c).model, {132, 227 << 10, true}));
   step_test::expect_the_same_step(c, 2, gpu());
