@@ -74,8 +74,8 @@ def kda_table():
     lines = [
         f"{machine['device']}, driver {machine['driver']}; cold caches, F_B product included; microseconds per layer call, "
         f"share of the floor: the bytes at the rate of their mix of reads and writes, {rates[1]:.2f} TB/s in decode and "
-        f"{rates[8]:.2f} in verify, measured in the same run. {held} of {len(rows)} keys are within 1.25 floors + 4 us "
-        f"(decode) or + 8 us (verify) ([rows]({path})).", "",
+        f"{rates[8]:.2f} in verify, measured in the same run. {held} of {len(rows)} keys are within 1.12 floors + 4 us "
+        f"(decode) or + 5 us (verify) ([rows]({path})).", "",
         "| step | heads | " + " | ".join(f"B = {b}" for b in KDA_REQUESTS) + " |",
         "| --- " * (2 + len(KDA_REQUESTS)) + "|"]
     for tokens, step in ((1, "decode"), (8, "verify, 8 tokens")):

@@ -35,9 +35,9 @@ double kda_writes_per_read(const KdaShape& shape) {
   return (65536.0 + 768 * (q + 2) + 256 * q + 1024 * q + 4) / (65536.0 + 2304 + 1026 * q + 1024 * shape.pending() + 4);
 }
 
-std::optional<double> kda_bar_us(const KdaShape& shape, double floor_us) {
-  if (shape.tokens == 1) return 1.25 * floor_us + 4;
-  if (shape.tokens == 8) return shape.records ? 1.2 * floor_us + 5 : 1.25 * floor_us + 8;
+std::optional<double> kda_bar_us(const KdaShape& shape, double floor_us, bool early_caches) {
+  if (shape.tokens == 1) return 1.12 * floor_us + (early_caches ? 3 : 4);
+  if (shape.tokens == 4 || shape.tokens == 8) return (shape.records ? 1.2 : 1.12) * floor_us + 5;
   return std::nullopt;
 }
 

@@ -23,9 +23,9 @@ std::int64_t kda_step_bytes(const KdaShape& shape);   // of the call, with L2 co
 std::int64_t kda_state_bytes(const KdaShape& shape);  // of it, the states alone: read and written
 double kda_writes_per_read(const KdaShape& shape);  // of the mix that the floor is stated in: 1, q, or that of records
 
-// Microseconds that one call may take on the H200, for a floor of 15.2: 1.25 f + 4 in decode, at q = 8 1.25 f + 8 with
-// slots and 1.2 f + 5 with records.
-std::optional<double> kda_bar_us(const KdaShape& shape, double floor_us);
+// Microseconds that one call may take on the H200, for a floor of 15.2: in decode 1.12 f + 4, or 3 with early caches;
+// at q = 4 and 8 1.12 f + 5 with slots and 1.2 f + 5 with records.
+std::optional<double> kda_bar_us(const KdaShape& shape, double floor_us, bool early_caches);
 // And on a CPU: decode moves its states at 60 % of the copy rate (bytes per microsecond).
 std::optional<double> kda_cpu_bar_us(const KdaShape& shape, double copy_rate);
 

@@ -7,7 +7,7 @@
 namespace twostep {
 
 std::optional<double> KdaRow::bar_us() const {
-  return cpu ? kda_cpu_bar_us(shape, copy_rate) : kda_bar_us(shape, floor_us());
+  return cpu ? kda_cpu_bar_us(shape, copy_rate) : kda_bar_us(shape, floor_us(), early_caches);
 }
 
 const char* KdaRow::verdict() const {

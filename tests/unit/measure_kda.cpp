@@ -66,12 +66,14 @@ TEST(MeasureKdaBytes, a_long_ds_line_is_read_whole_and_an_sd_line_is_not) {
 }
 
 TEST(MeasureKdaBytes, bars_exist_where_the_goal_names_one) {
-  EXPECT_DOUBLE_EQ(kda_bar_us(shape(12, 1, 1), 12.0).value(), 19.0);
-  EXPECT_DOUBLE_EQ(kda_bar_us(shape(12, 1, 8), 12.0).value(), 23.0);
-  EXPECT_FALSE(kda_bar_us(shape(12, 1, 4), 12.0).has_value());
-  EXPECT_DOUBLE_EQ(kda_bar_us(with_records(shape(12, 1, 1)), 12.0).value(), 19.0);
-  EXPECT_DOUBLE_EQ(kda_bar_us(with_records(shape(12, 1, 8)), 12.0).value(), 19.4);
-  EXPECT_FALSE(kda_bar_us(with_records(shape(12, 1, 4)), 12.0).has_value());
+  EXPECT_DOUBLE_EQ(kda_bar_us(shape(12, 1, 1), 12.5, false).value(), 18.0);
+  EXPECT_DOUBLE_EQ(kda_bar_us(shape(12, 1, 1), 12.5, true).value(), 17.0);
+  EXPECT_DOUBLE_EQ(kda_bar_us(with_records(shape(12, 1, 1)), 12.5, false).value(), 18.0);
+  for (const int tokens : {4, 8}) {
+    EXPECT_DOUBLE_EQ(kda_bar_us(shape(12, 1, tokens), 12.5, false).value(), 19.0);
+    EXPECT_DOUBLE_EQ(kda_bar_us(with_records(shape(12, 1, tokens)), 12.5, false).value(), 20.0);
+  }
+  EXPECT_FALSE(kda_bar_us(shape(12, 1, 3), 12.5, false).has_value());
   // 12 heads, 8 requests: 12.6 MB of states at 60 % of 10 GB/s.
   EXPECT_NEAR(kda_cpu_bar_us(shape(12, 8, 1), 1e4).value(), 12'582'912 / 6e3, 1e-6);
 }
@@ -361,29 +363,29 @@ TEST(MeasureKdaRow, the_json_line_has_floor_bar_and_verdict) {
   row.shape = shape(12, 32, 1);
   row.tactic = {2, 8, 1};
   row.source = "rule";
-  row.time = {18.0, 17.8, 18.4, 15, 3};
+  row.time = {17.5, 17.3, 17.9, 15, 3};
   row.rate = 4.3e6;
   const auto parse = [&] { return nlohmann::json::parse(json_line(row, this_machine("twostep bench kda"))); };
   auto json = parse();
   EXPECT_EQ(json.at("case").at("heads"), 12);
   EXPECT_EQ(json.at("choice").at("tactic"), "split 2 warps 8 pass_rows 1");
   EXPECT_NEAR(json.at("limit").at("floor_us"), 12.34, 0.01);
-  EXPECT_NEAR(json.at("bar_us"), 1.25 * 12.34 + 4, 0.01);
+  EXPECT_NEAR(json.at("bar_us"), 1.12 * 12.34 + 4, 0.01);
   EXPECT_EQ(json.at("verdict"), "holds");
-  EXPECT_NEAR(json.at("percent_of_limit"), 68.6, 0.1);
+  EXPECT_NEAR(json.at("percent_of_limit"), 70.5, 0.1);
   row.time.p90 = 30;
   EXPECT_EQ(parse().at("verdict"), "noisy") << "a busy machine proves nothing";
   row.time = {12.0, 11.9, 12.1, 15, 3};
   EXPECT_EQ(parse().at("verdict"), "noisy") << "nothing is faster than a limit that was measured right";
-  row.time = {18.0, 17.8, 18.4, 15, 3};
+  row.time = {17.5, 17.3, 17.9, 15, 3};
   row.time.median = 25;
   EXPECT_EQ(parse().at("verdict"), "misses");
-  row.shape = shape(12, 32, 4);
+  row.shape = shape(12, 32, 3);
   row.time = {45.0, 44.8, 45.4, 15, 3};
   json = parse();
   EXPECT_TRUE(json.at("bar_us").is_null());
   EXPECT_EQ(json.at("verdict"), "none");
-  EXPECT_EQ(json.at("limit").at("mix"), "1:4");
+  EXPECT_EQ(json.at("limit").at("mix"), "1:3");
 }
 
 // ---- The chain of public kernels. Fakes in shell.
