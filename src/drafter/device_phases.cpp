@@ -163,6 +163,7 @@ class DevicePhases final : public StepPhases {
     max_requests_ = max_requests;
     gpu_ = launcher_->gpu();
     wgmma_ = step_kernel_possible(StepKernel::kSm90Attend, m_, gpu_);
+    throw_if_error(check_picks(m_, gpu_));
     launcher_->load({model, buffers.gate != nullptr, weights.fc_norm != nullptr});
 
     std::vector<std::uint16_t*> caches;
@@ -461,6 +462,17 @@ Status check_sizes(const StepModel& m) {
                 2 * (kBlockRows + kValueColumns) * kPad + 4 * kHalfWarps * kBlockRows * kValueColumns);
 }
 
+Status check_picks(const StepModel& m, const StepGpu& gpu) {
+  const auto possible = [&](StepKernel kernel, const StepModel& of) { return step_kernel_possible(kernel, of, gpu); };
+  if (possible(StepKernel::kPicks, m) || possible(StepKernel::kPicksStreamed, m)) return {};
+  StepModel smaller = m;
+  while (smaller.markov_rank > 8 && !possible(StepKernel::kPicksStreamed, smaller)) smaller.markov_rank -= 8;
+  return refusal(StatusCode::kUnsupported, "drafter.prepare", "markov_rank", std::to_string(m.markov_rank),
+                 fmt::format("up to {} on this GPU, with {} bytes of shared memory for a block", smaller.markov_rank,
+                             gpu.smem_per_block),
+                 "run the draft step on the CPU");
+}
+
 CompileRequest step_kernel_request(StepKernel kernel, const StepKernelModel& what, const std::string& arch) {
   const StepModel& m = what.model;
   throw_if_error(check_sizes(m));
@@ -495,7 +507,8 @@ std::int64_t step_kernel_smem(StepKernel kernel, const StepModel& m, const StepG
 
 bool step_kernel_possible(StepKernel kernel, const StepModel& m, const StepGpu& gpu) {
   switch (kernel) {
-    case StepKernel::kPicks: return step_kernel_smem(kernel, m, gpu) <= gpu.smem_per_block;
+    case StepKernel::kPicks:
+    case StepKernel::kPicksStreamed: return step_kernel_smem(kernel, m, gpu) <= gpu.smem_per_block;
     case StepKernel::kSm90Attend:
     case StepKernel::kSm90AttendCausal:
     case StepKernel::kSm90Merge:  // up to four blocks of o^T in registers
@@ -508,7 +521,7 @@ bool step_kernel_possible(StepKernel kernel, const StepModel& m, const StepGpu& 
 bool step_kernel_needed(StepKernel kernel, const StepModel& m, const StepGpu& gpu) {
   const auto without = [&](StepKernel better) { return !step_kernel_possible(better, m, gpu); };
   switch (kernel) {
-    case StepKernel::kPicksStreamed: return without(StepKernel::kPicks);
+    case StepKernel::kPicksStreamed: return without(StepKernel::kPicks) && step_kernel_possible(kernel, m, gpu);
     case StepKernel::kAttend: return without(StepKernel::kSm90Attend);
     case StepKernel::kAttendCausal: return without(StepKernel::kSm90AttendCausal);
     case StepKernel::kMerge: return without(StepKernel::kSm90Merge);

@@ -64,11 +64,14 @@ struct StepGpu {
 // Dynamic shared memory of one CTA, bytes.
 std::int64_t step_kernel_smem(StepKernel kernel, const StepModel& model, const StepGpu& gpu);
 
-// kPicks, kSm90Attend and its like: whether the GPU and the sizes of the model allow it. All others are.
+// The picks, kSm90Attend and its like: whether the GPU and the sizes of the model allow it. All others are.
 bool step_kernel_possible(StepKernel kernel, const StepModel& model, const StepGpu& gpu);
 
 // Possible, and no better one in its place: kPicks drafts where it may, else kPicksStreamed.
 bool step_kernel_needed(StepKernel kernel, const StepModel& model, const StepGpu& gpu);
+
+// kUnsupported, with the largest rank that the GPU takes, where no kernel of the Markov head is possible.
+Status check_picks(const StepModel& model, const StepGpu& gpu);
 
 // CTAs of a pick wait for each other: the grid must be resident as a whole.
 inline bool step_kernel_cooperative(StepKernel kernel) {

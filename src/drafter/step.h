@@ -185,7 +185,7 @@ class StepPhases {
   virtual void add_norm(const StepBatch& batch, const float* weight, std::uint16_t* out, Stream stream) = 0;
   virtual void activate(const StepBatch& batch, Stream stream) = 0;    // B10
   virtual void sample(const StepBatch& batch, Stream stream) = 0;      // 6.1-6.5
-  virtual int markov_reads() const = 0;                                // of W2 from memory, in a call of `sample`
+  virtual int markov_reads() const = 0;                                // of W2, that a call of up to 8 requests needs
   virtual void confidence(const StepBatch& batch, Stream stream) = 0;  // 6.6
 
   virtual void verify(const StepBatch& batch, const VerifyStep& verify, Stream stream) = 0;  // 8

@@ -47,8 +47,9 @@ inline Case switched_case() {  // causal, every switch, the second rank of two; 
 // of several chunks of a pick, the last one ragged, of a rank that its slices share unevenly.
 inline Case long_case() {
   Case c{"Long", synth_preset("tiny"), {}, {}};
-  c.config.vocab_size = 1104;
+  c.config.vocab_size = 1112;  // half of a tile of the last pick; no row count of such a head is strict on a GPU
   c.config.markov_rank = 168;
+  c.limits.strict = false;
   c.sms = 1;
   c.limits.num_draft_tokens = 11;
   c.limits.request_counts = {1, 2};

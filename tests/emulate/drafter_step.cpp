@@ -36,7 +36,10 @@ class EmulatedLauncher final : public StepLauncher {
     model_ = model.model;
     ASSERT_EQ(smem_of(StepKernel::kAttend), sizeof(d::AttendShared<Model>));
     const auto of_rings = smem_of(StepKernel::kPicksStreamed) - sizeof(d::StreamShared<Model>);
-    ASSERT_EQ(of_rings % (d::kStreamWarps * 2 * d::Stream<Model>::kTileElements), 0u);
+    constexpr std::size_t kStage = d::kStreamWarps * 2 * d::Stream<Model>::kTileElements;
+    ASSERT_EQ(of_rings % kStage, 0u);
+    ASSERT_GE(of_rings, kStage);
+    ASSERT_LE(of_rings, d::kMaxStages * kStage);
     if constexpr (kWide) {
       ASSERT_EQ(smem_of(StepKernel::kSm90Attend), sizeof(d::Sm90AttendShared<Model>));
     }

@@ -78,6 +78,11 @@ TEST_F(DrafterStep, picks_of_a_shard_that_fits_on_no_chip_are_those_of_the_cpu) 
   ASSERT_TRUE(step_kernel_needed(StepKernel::kPicksStreamed, step_test::kernel_model(c).model, {132, 227 << 10, true}));
   step_test::expect_the_same_step(c, 2, gpu());
   step_test::expect_the_same_step(c, 18, gpu());
+  Case sampled = step_test::long_case();  // of a rank that is no multiple of a step of the product
+  sampled.config.vocab_size = 60008;
+  ASSERT_TRUE(
+      step_kernel_needed(StepKernel::kPicksStreamed, step_test::kernel_model(sampled).model, {132, 227 << 10, true}));
+  step_test::expect_the_same_step(sampled, 2, gpu());
 }
 TEST_F(DrafterStep, the_end_of_the_positions_is_that_of_the_cpu) {
   TWOSTEP_NEEDS_CUBLAS();

@@ -42,6 +42,22 @@ TEST(DrafterDevicePhases, the_markov_shard_is_read_once_where_it_fits_on_chip) {
   EXPECT_TRUE(step_kernel_needed(StepKernel::kFinish, of_four, kH200));
 }
 
+TEST(DrafterDevicePhases, a_markov_rank_that_fits_nowhere_is_refused_by_name) {
+  constexpr StepGpu kSm120 = {188, 99 << 10, false};
+  for (const auto& [gpu, largest] : {std::pair(kH200, 1600), std::pair(kSm120, 688)}) {
+    StepModel model = sizes(128, 512, 1);
+    model.markov_rank = largest;
+    EXPECT_TRUE(check_picks(model, gpu).ok());
+    EXPECT_LE(step_kernel_smem(StepKernel::kPicksStreamed, model, gpu), gpu.smem_per_block);
+    model.markov_rank = largest + 8;
+    const Status status = check_picks(model, gpu);
+    EXPECT_EQ(status.code, StatusCode::kUnsupported);
+    EXPECT_EQ(status.argument, "markov_rank");
+    EXPECT_NE(status.accepted.find(std::to_string(largest)), std::string::npos) << status.accepted;
+    EXPECT_FALSE(step_kernel_needed(StepKernel::kPicksStreamed, model, gpu));
+  }
+}
+
 TEST(DrafterDevicePhases, attention_is_that_of_sm90_where_its_tiles_fit) {
   const auto expect = [](const StepModel& model, const StepGpu& gpu, bool wgmma) {
     for (const StepKernel kernel : {StepKernel::kSm90Attend, StepKernel::kSm90AttendCausal, StepKernel::kSm90Merge})

@@ -61,6 +61,8 @@ TEST(MeasureDraftStep, the_row_holds_the_bar_of_one_case_alone) {
   row.options.shard = {1, 0};
   row.graphs.draft.median = 280;
   EXPECT_STREQ(row.bar_verdict(), "holds");
+  row.graphs.draft.median = 300;
+  EXPECT_STREQ(row.bar_verdict(), "misses");
   row.options.requests = 2;
   EXPECT_STREQ(row.bar_verdict(), "none");
 }
