@@ -372,8 +372,8 @@ class Stream {
   i64 left_;  // tiles not yet under way
 };
 
-// sums[slice] = W2 . e of a tile, as sum_slice() has them. Rows lie 128 bytes apart, or a multiple: lanes of odd rows
-// take the pieces of two slices in the other order, so that each load meets all banks once.
+// sums[slice] = W2 . e of a tile, as sum_slice() has them. Ranks are multiples of 64 as a rule, rows of 128 bytes:
+// lanes of odd rows take the pieces of two slices in the other order, so that each load meets all banks once.
 template <class Model>
 __device__ inline void sum_tile(const u16* tile, const StreamShared<Model>& shared, float (&sums)[kSlices][4]) {
   constexpr int kPieces = Model::kMarkovRank / 8;
