@@ -13,14 +13,12 @@ faster of two ways over the same cache, in the absorbed form of both.
 """
 
 import ctypes
-import json
-import os
 import statistics
-import sys
 import time
 from dataclasses import dataclass
 
-WARMUP, KEPT = 3, 15
+from torch_chain import KEPT, WARMUP, replayed, serve, told
+
 BALLAST, PASSES = 512 << 20, 12  # 1.4 ms on an H200: longer than a host takes to enqueue a replay
 EPS = 1e-5
 SITU_BETA = 4.0
@@ -208,8 +206,8 @@ class Step:
 
 def sampled(run):
     """Microseconds of each replay after the warm-up."""
-    samples = []
     if torch.get_default_device().type == "cpu":
+        samples = []
         for _ in range(WARMUP + KEPT):
             start = time.perf_counter()
             run()
@@ -224,16 +222,12 @@ def sampled(run):
     with torch.cuda.graph(graph):
         run()
     ballast = torch.zeros(BALLAST // 4)
-    for _ in range(WARMUP + KEPT):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        for _ in range(PASSES):  # L2 is cold then, and the replay enqueued before it may begin
+
+    def fill():  # L2 is cold then, and the replay enqueued before it may begin
+        for _ in range(PASSES):
             ballast.sum()
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        samples.append(start.elapsed_time(end) * 1000)
-    return samples[WARMUP:]
+
+    return replayed(graph, fill)
 
 
 def answer(request):
@@ -247,26 +241,8 @@ def answer(request):
     del step
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    tenths = statistics.quantiles(samples, n=10, method="inclusive")
-    return {"what": what, "median_us": statistics.median(samples), "p10_us": tenths[0], "p90_us": tenths[-1],
-            "kept": KEPT, "dropped": WARMUP}
-
-
-def main():
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is no answer
-    missing = None
-    try:
-        load(sys.argv[1] if len(sys.argv) > 1 else "0")
-    except Exception as error:  # also of a torch without a GPU
-        missing = f"{type(error).__name__}: {error}"
-    for line in sys.stdin:
-        try:
-            said = {"failure": missing} if missing else answer(json.loads(line))
-        except Exception as error:
-            said = {"failure": f"{type(error).__name__}: {error}"}
-        print(json.dumps(said), file=answers, flush=True)
+    return told(what, samples)
 
 
 if __name__ == "__main__":
-    main()
+    serve(load, answer)

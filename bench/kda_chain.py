@@ -9,13 +9,18 @@ Where the layer of FLA has projections of their own, so has the chain: no copy o
 convolutions' new lines are not written back to a cache.
 """
 
-import json
-import os
-import statistics
-import sys
+from torch_chain import replayed, serve, told
 
 HEAD = 128
-WARMUP, KEPT = 3, 15
+
+
+def load(device):
+    global torch, fla, FusedRMSNormGated, ShortConvolution, fused_recurrent_kda_fwd
+    import torch
+    import fla
+    from fla.modules import FusedRMSNormGated, ShortConvolution
+    from fla.ops.kda.fused_recurrent import fused_recurrent_kda_fwd
+    torch.cuda.set_device(int(device))
 
 
 class Layer:
@@ -77,15 +82,7 @@ def time_chain(heads, requests, tokens, layers, sets, launches):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         chain(launches)
-    samples = []
-    for _ in range(WARMUP + KEPT):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        samples.append(start.elapsed_time(end) * 1000 / launches)
-    return samples[WARMUP:]
+    return [sample / launches for sample in replayed(graph)]
 
 
 def answer(request):
@@ -95,26 +92,8 @@ def answer(request):
     with torch.no_grad():
         samples = time_chain(**request)
     torch.cuda.empty_cache()
-    tenths = statistics.quantiles(samples, n=10, method="inclusive")
-    return {"what": what, "median_us": statistics.median(samples), "p10_us": tenths[0], "p90_us": tenths[-1],
-            "kept": KEPT, "dropped": WARMUP}
+    return told(what, samples)
 
 
 if __name__ == "__main__":
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is no answer
-    missing = None
-    try:
-        import torch
-        import fla
-        from fla.modules import FusedRMSNormGated, ShortConvolution
-        from fla.ops.kda.fused_recurrent import fused_recurrent_kda_fwd
-        torch.cuda.set_device(int(sys.argv[1]) if len(sys.argv) > 1 else 0)
-    except Exception as error:  # also of a torch without a GPU
-        missing = f"{type(error).__name__}: {error}"
-    for line in sys.stdin:
-        try:
-            said = {"failure": missing} if missing else answer(json.loads(line))
-        except Exception as error:
-            said = {"failure": f"{type(error).__name__}: {error}"}
-        print(json.dumps(said), file=answers, flush=True)
+    serve(load, answer)

@@ -13,10 +13,19 @@ namespace {
 
 constexpr std::chrono::minutes kLimit{10};  // kernels of a new shape are compiled and chosen
 
-std::vector<std::string> command_of(const ChainScript& script, const std::string& python, int ordinal) {
+// Of its arguments, the text of torch_chain.py becomes the module of that name, and that of the script is run.
+constexpr const char* kRun = R"(import sys, types
+module = sys.modules["torch_chain"] = types.ModuleType("torch_chain")
+exec(sys.argv.pop(1), vars(module))
+exec(sys.argv.pop(1)))";
+
+std::string text_of(const char* file) {
   const auto texts = embedded_chains();
-  const auto text = std::find_if(texts.begin(), texts.end(), [&](const auto& one) { return one.name == script.file; });
-  return {"/usr/bin/env", python, "-c", std::string(text->text), std::to_string(ordinal)};
+  return std::string(std::find_if(texts.begin(), texts.end(), [&](const auto& one) { return one.name == file; })->text);
+}
+
+std::vector<std::string> command_of(const ChainScript& script, const std::string& python, int ordinal) {
+  return {"/usr/bin/env", python, "-c", kRun, text_of("torch_chain.py"), text_of(script.file), std::to_string(ordinal)};
 }
 
 }  // namespace

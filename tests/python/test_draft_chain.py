@@ -24,10 +24,11 @@ def asked(*lines, device="cpu"):
 
 
 @pytest.fixture
-def chain():
+def chain(monkeypatch):
     spec = importlib.util.spec_from_file_location("draft_chain", script)
     module = importlib.util.module_from_spec(spec)
     sys.modules["draft_chain"] = module
+    monkeypatch.syspath_prepend(script.parent)  # torch_chain.py
     spec.loader.exec_module(module)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -1,6 +1,9 @@
 // What `bench draft` divides by, and the row of its times.
 #include <gtest/gtest.h>
 
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
 #include <nlohmann/json.hpp>
 #include <numeric>
 #include <regex>
@@ -118,6 +121,25 @@ TEST(MeasureDraftTorch, its_time_becomes_the_baseline_of_a_row) {
   EXPECT_EQ(json.at("baseline"), "torch 2, matmul");
   EXPECT_EQ(json.at("baseline_time").at("median_us"), 900.5);
   EXPECT_EQ(json.at("baseline_time").at("kept"), 15);
+}
+
+// The texts as a Python gets them, up to the torch that they import.
+TEST(MeasureDraftTorch, the_embedded_scripts_run_without_their_folder) {
+  std::string folder = testing::TempDir() + "/twostep_torch_XXXXXX";
+  ASSERT_NE(mkdtemp(folder.data()), nullptr);
+  std::ofstream(folder + "/torch.py") << "raise ImportError('a torch of the test')\n";
+  ASSERT_EQ(setenv("PYTHONPATH", folder.c_str(), 1), 0);
+  for (const ChainScript& script : {kDraftChain, kKdaChain}) {
+    SCOPED_TRACE(script.file);
+    try {
+      TorchChain chain(script, "python3", 0);
+      ADD_FAILURE() << "no torch is there";
+    } catch (const Error& error) {
+      EXPECT_NE(std::string(error.what()).find("ImportError: a torch of the test"), std::string::npos) << error.what();
+    }
+  }
+  unsetenv("PYTHONPATH");
+  std::filesystem::remove_all(folder);
 }
 
 TEST(MeasureDraftTorch, a_python_that_does_not_run_it_is_refused_with_its_reason_and_what_it_needs) {
