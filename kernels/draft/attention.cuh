@@ -115,17 +115,9 @@ __device__ inline void attend(const Batch& batch, const u16* q, const i64* posit
     while (!barrier_try_wait(smem_address(&s.arrived[stage]), parity)) {
     }
     if (part.is_edge(tile)) {
-      // A warp looks at a key. Few are seen by some rows alone, and keys behind the end are zeros.
-      for (int key = warp; key < kKeys; key += kWarps) {
-        if (!part.is_of_some(tile + u32(key)) || tile + u32(key) >= part.stop) continue;
-        for (int i = lane; i < kPieces; i += kWarp) {
-          auto* piece = reinterpret_cast<uint4*>(&keys[key][8 * i]);
-          if (are_finite(*piece)) continue;
-          *piece = make_uint4(0, 0, 0, 0);
-          s.state[stage][key] = kSpoilt;
-          fence_proxy_async();
-        }
-      }
+      clear_spoilt<kWarps, kPieces>(part, tile, s.state[stage], [&](int key, int i) -> uint4& {
+        return *reinterpret_cast<uint4*>(&keys[key][8 * i]);
+      });
       __syncthreads();  // what was spoilt is told
     }
 

@@ -30,6 +30,23 @@ __device__ inline bool are_finite(uint4 eight) {
   return are_finite(eight.x) && are_finite(eight.y) && are_finite(eight.z) && are_finite(eight.w);
 }
 
+// What is not finite of those keys of an edge tile that some rows see alone becomes zero, and the key kSpoilt. A warp
+// looks at a key; those behind the end are zeros. All threads of kWarps warps; at(key, i): its 16 bytes i.
+template <int kWarps, int kPieces, class Part, class At>
+__device__ inline void clear_spoilt(const Part& part, u32 tile, int* state, const At& at) {
+  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+  for (int key = warp; key < kKeys; key += kWarps) {
+    if (!part.is_of_some(tile + u32(key)) || tile + u32(key) >= part.stop) continue;
+    for (int i = lane; i < kPieces; i += kWarp) {
+      uint4& piece = at(key, i);
+      if (are_finite(piece)) continue;
+      piece = make_uint4(0, 0, 0, 0);
+      state[key] = kSpoilt;
+      fence_proxy_async();
+    }
+  }
+}
+
 // One of `splits` parts of the context of request r.   position [M]; end [R]
 template <class Model, bool kCausal>
 struct KeysOfPart {

@@ -63,6 +63,11 @@ struct Shard {
   const u64* arrived;
 };
 
+// Of a row of W2, or of e, in shared memory: elements. 64 bytes off the 128 of all banks: the eight pieces that a load
+// takes at once are of two rows.
+template <class Model>
+constexpr int kMarkovPitch = ((2 * Model::kMarkovRank + 63) / 128 * 128 + 64) / 2;
+
 // Whole tiles; two CTAs differ by one at most.
 template <class Model>
 __device__ inline Shard shard_of(const Sampling& s) {
@@ -118,6 +123,29 @@ __device__ inline i32 token_before(const Sampling& s, i64 requests, i64 r, int i
   s.tokens[r * Model::kK + i - 1] = token;
   if (first_position >= 0 && found.token < 0) atomicOr(s.status + r, kNonFinite);
   return token;
+}
+
+// What a draft of a request is drawn with: of token v of the shard, from 0.
+template <class Model>
+__device__ inline float noise_of(const Batch& batch, i64 r, i64 position, i64 v) {
+  const DrawKey key = {u64(batch.seed[r]), u32(position), u32(batch.step[r])};
+  return gumbel_at(key, u32(Model::kFirstToken + v), kDraftStream);
+}
+
+// The score of token v of the shard in row `row` of the block, whose draft logit is kept. Noise is read where there is
+// a temperature.
+template <class Model>
+__device__ inline float score_of(const Sampling& s, i64 row, i64 v, float base, float bias, float temperature,
+                                 const float& noise) {
+  float l = base + Model::kLogitScale * bias;
+  const i64 at = row * Model::kShardVocab + v;
+  if (Model::kProbabilistic && Model::kDraftLogitsBf16) {
+    l = round_bf16(l);
+    static_cast<u16*>(s.draft_logits)[at] = to_bf16(l);
+  } else if (Model::kProbabilistic) {
+    static_cast<float*>(s.draft_logits)[at] = l;
+  }
+  return temperature >= 1e-5f ? l * (1.0f / temperature) + noise : l;
 }
 
 // This CTA's best of draft i, by one warp.
@@ -209,8 +237,7 @@ __device__ inline void draft(const Batch& batch, const Sampling& s, const Shard&
       const i64 v = shard.first + chunk + at;
       shared.base[q][at] = bf16_at(s.base, row * Model::kShardVocab + v);
       if (!(temperature_of(r) >= 1e-5f)) return;
-      const DrawKey key = {u64(batch.seed[r]), u32(s.first_position[r] + i), u32(batch.step[r])};
-      shared.noise[q][at] = gumbel_at(key, u32(Model::kFirstToken + v), kDraftStream);
+      shared.noise[q][at] = noise_of<Model>(batch, r, s.first_position[r] + i, v);
     });
 
     if (chunk == 0) {
@@ -233,15 +260,8 @@ __device__ inline void draft(const Batch& batch, const Sampling& s, const Shard&
         float bias = 0;
 #pragma unroll
         for (int slice = 0; slice < kSlices; ++slice) bias += shared.sums[slice][q][at];
-        float l = shared.base[q][at] + Model::kLogitScale * bias;
-        if (Model::kProbabilistic && Model::kDraftLogitsBf16) {
-          l = round_bf16(l);
-          static_cast<u16*>(s.draft_logits)[row * Model::kShardVocab + v] = to_bf16(l);
-        } else if (Model::kProbabilistic) {
-          static_cast<float*>(s.draft_logits)[row * Model::kShardVocab + v] = l;
-        }
-        const float temperature = temperature_of(r);
-        const float score = temperature >= 1e-5f ? l * (1.0f / temperature) + shared.noise[q][at] : l;
+        const float score =
+            score_of<Model>(s, row, v, shared.base[q][at], bias, temperature_of(r), shared.noise[q][at]);
         if (score > best.score) best = {score, i32(Model::kFirstToken + v)};
       }
       best = warp_best(best);
@@ -257,12 +277,11 @@ __device__ inline void draft(const Batch& batch, const Sampling& s, const Shard&
 }
 
 // All drafts.   Grid up to the number of SMs, resident as a whole; block kSampleThreads.   memory: PickShared, then the
-// rows of W2. Their pitch is 64 bytes off the 128 of all banks: the eight pieces that a load takes at once are of two
-// rows.
+// rows of W2, kMarkovPitch apart.
 template <class Model>
 __device__ inline void picks(const Batch& batch, const Sampling& s, void* memory) {
   constexpr u32 kRowBytes = 2 * Model::kMarkovRank;
-  constexpr u32 kPitchBytes = (kRowBytes + 63) / 128 * 128 + 64;
+  constexpr int kPitch = kMarkovPitch<Model>;
   PickShared& shared = *static_cast<PickShared*>(memory);
   u16* kept = reinterpret_cast<u16*>(&shared + 1);
   Shard shard = shard_of<Model>(s);
@@ -274,12 +293,12 @@ __device__ inline void picks(const Batch& batch, const Sampling& s, void* memory
   }
   __syncthreads();  // the barrier is there
   for (int row = threadIdx.x; row < shard.rows; row += kSampleThreads)
-    bulk_load(smem_address(kept) + row * kPitchBytes, shard.w2 + i64(row) * Model::kMarkovRank, kRowBytes, arrived);
+    bulk_load(smem_address(kept + row * kPitch), shard.w2 + i64(row) * Model::kMarkovRank, kRowBytes, arrived);
   pdl_launch();
   pdl_wait();
 
   shard.w2 = kept;
-  shard.pitch = kPitchBytes / 2;
+  shard.pitch = kPitch;
   shard.arrived = &shared.arrived;
   for (int i = 0; i < Model::kK; ++i)
     for (i64 group = 0; group < batch.requests; group += kSampleRequests)
@@ -295,8 +314,7 @@ constexpr int kMaxStages = 16;  // of a warp's ring
 // Before the rings: kStreamWarps of `stages` tiles of W2, as they lie in global memory.
 template <class Model>
 struct StreamShared {
-  static constexpr int kPitch = ((2 * Model::kMarkovRank + 63) / 128 * 128 + 64) / 2;  // off the 128 bytes of all banks
-  alignas(128) u16 e[kSampleRequests][kPitch];
+  alignas(128) u16 e[kSampleRequests][kMarkovPitch<Model>];
   Best found[kStreamWarps][kSampleRequests];
   i32 before[kSampleRequests];
   alignas(128) u64 arrived[kStreamWarps][kMaxStages];
@@ -437,9 +455,7 @@ __device__ inline void draft_streamed(const Batch& batch, const Sampling& s, con
         if (!has(q, half)) continue;
         base[q][half] = bf16_at(s.base, row_of(q) * Model::kShardVocab + v + 8 * half);
         if (!(temperature[q] >= 1e-5f)) continue;
-        const i64 r = group + 2 * t + q;
-        const DrawKey key = {u64(batch.seed[r]), u32(position[q]), u32(batch.step[r])};
-        noise[q][half] = gumbel_at(key, u32(Model::kFirstToken + v + 8 * half), kDraftStream);
+        noise[q][half] = noise_of<Model>(batch, group + 2 * t + q, position[q], v + 8 * half);
       }
 
     if (n == 0) {
@@ -472,15 +488,8 @@ __device__ inline void draft_streamed(const Batch& batch, const Sampling& s, con
         float bias = 0;
 #pragma unroll
         for (int slice = 0; slice < kSlices; ++slice) bias += sums[slice][2 * half + q];
-        float l = base[q][half] + Model::kLogitScale * bias;
-        const i64 at = row_of(q) * Model::kShardVocab + v + 8 * half;
-        if (Model::kProbabilistic && Model::kDraftLogitsBf16) {
-          l = round_bf16(l);
-          static_cast<u16*>(s.draft_logits)[at] = to_bf16(l);
-        } else if (Model::kProbabilistic) {
-          static_cast<float*>(s.draft_logits)[at] = l;
-        }
-        const float score = temperature[q] >= 1e-5f ? l * (1.0f / temperature[q]) + noise[q][half] : l;
+        const float score =
+            score_of<Model>(s, row_of(q), v + 8 * half, base[q][half], bias, temperature[q], noise[q][half]);
         if (score > -infinity()) best[q] = better(best[q], {score, i32(Model::kFirstToken + v + 8 * half)});
       }
   }

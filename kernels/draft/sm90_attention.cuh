@@ -149,16 +149,9 @@ __device__ inline void sm90_attend(const Batch& batch, const u16* q, const i64* 
     fence_proxy_async();
     __syncthreads();  // keys are there
     if (is_edge) {
-      // A warp looks at a key. Few are seen by some rows alone, and keys behind the end are zeros.
-      for (int key = threadIdx.x / kWarp; key < kKeys; key += kSm90AttendThreads / kWarp) {
-        if (!part.is_of_some(tile + u32(key)) || tile + u32(key) >= part.stop) continue;
-        for (int i = lane; i < kPieces; i += kWarp) {
-          auto* at = reinterpret_cast<uint4*>(&s.keys[stage][i / 8][key][8 * (i % 8)]);
-          if (are_finite(*at)) continue;
-          *at = make_uint4(0, 0, 0, 0);
-          s.state[stage][key] = kSpoilt;
-        }
-      }
+      clear_spoilt<kSm90AttendThreads / kWarp, kPieces>(part, tile, s.state[stage], [&](int key, int i) -> uint4& {
+        return *reinterpret_cast<uint4*>(&s.keys[stage][i / 8][key][8 * (i % 8)]);
+      });
       if (threadIdx.x < kQueryColumns) {
         const auto seen = part.seen_by(own, tile);
         s.first_seen[threadIdx.x] = seen.first;

@@ -26,6 +26,9 @@ constexpr std::int64_t kParts = 32;  // verify.cuh
 
 std::int64_t pieces(std::int64_t size, std::int64_t piece) { return (size + piece - 1) / piece; }
 
+// Of a row of the Markov head in shared memory, bytes: kMarkovPitch of kernels/draft/sample.cuh.
+std::int64_t markov_pitch(const StepModel& m) { return (2 * m.markov_rank + 63) / 128 * 128 + 64; }
+
 std::int64_t pick_ctas(const StepModel& m, const StepGpu& gpu) {
   return std::min<std::int64_t>(gpu.sm_count, pieces(m.shard_vocab, kTileRows));
 }
@@ -36,9 +39,8 @@ struct PickRings {
   std::int64_t stages, bytes;
 };
 PickRings pick_rings(const StepModel& m, const StepGpu& gpu) {
-  const std::int64_t pitch = (2 * m.markov_rank + 63) / 128 * 128 + 64;
   const std::int64_t found = 8 * kStreamWarps * 8 + 4 * 8, arrived = 8 * kStreamWarps * kPickStages;
-  const std::int64_t shared = pieces(8 * pitch + found, 128) * 128 + arrived;
+  const std::int64_t shared = pieces(8 * markov_pitch(m) + found, 128) * 128 + arrived;
   const std::int64_t stage = kStreamWarps * kTileRows * 2 * m.markov_rank;
   const std::int64_t stages = std::clamp<std::int64_t>((gpu.smem_per_block - shared) / stage, 1, kPickStages);
   return {stages, shared + stages * stage};
@@ -489,8 +491,8 @@ CompileRequest step_kernel_request(StepKernel kernel, const StepKernelModel& wha
 std::int64_t step_kernel_smem(StepKernel kernel, const StepModel& m, const StepGpu& gpu) {
   switch (kernel) {
     case StepKernel::kPicks: {
-      const std::int64_t tiles = pieces(m.shard_vocab, kTileRows), pitch = (2 * m.markov_rank + 63) / 128 * 128 + 64;
-      return kPickShared + pieces(tiles, gpu.sm_count) * kTileRows * pitch;
+      const std::int64_t tiles = pieces(m.shard_vocab, kTileRows);
+      return kPickShared + pieces(tiles, gpu.sm_count) * kTileRows * markov_pitch(m);
     }
     case StepKernel::kPicksStreamed: return pick_rings(m, gpu).bytes;
     case StepKernel::kAttend:
