@@ -7,8 +7,8 @@ cd "$(dirname "$0")/.."
 build_packages=(g++ cmake ninja-build python3 libcli11-dev nlohmann-json3-dev libspdlog-dev libfmt-dev
   libgtest-dev libbenchmark-dev libxxhash-dev)
 # Without these there is no oneDNN path, fuzz target, format check, NVRTC from .venv or Python package; the rest builds.
-# ccache spares .ci/run what its builds have in common.
-extra_packages=(libdnnl-dev clang libclang-rt-14-dev clang-format-14 python3-venv python3-dev ccache)
+# ccache spares .ci/run what its builds have in common. oneDNN's CMake files need OpenCL, which its package forgets.
+extra_packages=(libdnnl-dev ocl-icd-opencl-dev clang libclang-rt-14-dev clang-format-14 python3-venv python3-dev ccache)
 
 missing() {
   local package

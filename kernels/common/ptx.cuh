@@ -128,6 +128,10 @@ __device__ inline void tensor_load(u32 to, const void* map, int column, int row,
       "l"(map), "r"(column), "r"(row), "r"(barrier)
       : "memory");
 }
+__device__ inline void tensor_prefetch(const void* map, int column, int row) {
+  asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global [%0, {%1, %2}];" ::"l"(map), "r"(column), "r"(row)
+               : "memory");
+}
 __device__ inline void tensor_map_prefetch(const void* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }

@@ -19,6 +19,7 @@ constexpr int kAttendThreads = 512;
 constexpr int kScoreSlices = 4;  // of the dot products of a tile: each is summed by other warps
 constexpr int kMergeThreads = 256;
 constexpr int kMergeColumns = 8 * kWarp;  // of one CTA: eight per lane
+constexpr int kMaxSplits = 256;           // parts of a context
 
 template <class Model>
 struct AttendShared {
@@ -262,17 +263,22 @@ __device__ inline void attend(const Batch& batch, const u16* q, const i64* posit
   }
 }
 
-// Eight values of a part's sums.
-__device__ inline void load_sums(const float* from, float (&v)[8]) {
-  const float4 a = reinterpret_cast<const float4*>(from)[0], b = reinterpret_cast<const float4*>(from)[1];
-  v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w, v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
-}
-__device__ inline void load_sums(const u16* from, float (&v)[8]) {
-  const uint4 a = *reinterpret_cast<const uint4*>(from);
-  const u32 two[4] = {a.x, a.y, a.z, a.w};
+// Eight values of a part's sums, as they lie in memory: all loads of a warp go out before the first is converted.
+template <class Sum>
+struct EightSums {
+  uint4 raw[sizeof(Sum) / 2];
+  __device__ void load(const Sum* from) {
 #pragma unroll
-  for (int i = 0; i < 8; ++i) v[i] = f16_to_float(u16(i % 2 == 0 ? two[i / 2] : two[i / 2] >> 16));
-}
+    for (int i = 0; i < int(sizeof(Sum) / 2); ++i) raw[i] = reinterpret_cast<const uint4*>(from)[i];
+  }
+  __device__ float operator[](int i) const {
+    const int word = i % (16 / sizeof(Sum)) * sizeof(Sum) / 4;
+    const uint4& piece = raw[i * sizeof(Sum) / 16];
+    const u32 bits = word == 0 ? piece.x : word == 1 ? piece.y : word == 2 ? piece.z : piece.w;
+    if constexpr (sizeof(Sum) == 4) return __uint_as_float(bits);
+    else return f16_to_float(u16(i % 2 == 0 ? bits : bits >> 16));
+  }
+};
 
 // o = the parts of the attention, weighted by 2^(base - largest base), over their sum. 2^warps_log2 warps of a CTA
 // share kMergeColumns columns of a row: each has its share of the parts, their loads under way before the weights are
@@ -295,27 +301,35 @@ __device__ inline void merge(const Sum* sums, const PartStats* stats, int splits
   const int column = int(unit % kColumnBlocks) * kMergeColumns + 8 * lane;
   const bool is = row < requests * kRows, inside = is && column < Model::kKvLora;
   const int slab = 2 * column / Model::kKvLora * 4 + column % 64 / 16;  // kKvLora is a multiple of 128 then
-  const i64 first_part = row / kRows * splits * kRows + row % kRows;
-  const auto part = [&](int split) { return first_part + i64(split) * kRows; };
-  const auto stats_of = [&](int split) { return *reinterpret_cast<const float2*>(&stats[part(split)]); };
+  const i64 first_part = row / kRows * splits * kRows + row % kRows;    // the next ones kRows on
   pdl_launch();
   pdl_wait();
   float highest = -infinity();
-  for (int split = lane; is && split < splits; split += kWarp) highest = fmaxf(highest, stats_of(split).x);
+#pragma unroll
+  for (int i = 0; i < kMaxSplits / kWarp; ++i)
+    if (const int split = lane + i * kWarp; is && split < splits)
+      highest = fmaxf(highest, stats[first_part + split * kRows].base);
+  // This warp's parts, a round of loads for as many as it has at once.
+  const PartStats* of = stats + first_part + of_warp * kRows;
+  const Sum* from = sums + (first_part + of_warp * kRows) * Model::kKvLora + column;
+  const i64 apart = i64(warps) * kRows;
+  float2 of_part[kAtOnce];
+  float scale[kAtOnce];
+  EightSums<Sum> value[kAtOnce];
+  const auto load_parts = [&](int first) {
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i, of += apart, from += apart * Model::kKvLora) {
+      const bool has = inside && first + i * warps < splits;
+      of_part[i] = has ? *reinterpret_cast<const float2*>(of) : make_float2(-infinity(), 0);
+      scale[i] = kScaled && has ? of->scale[slab] : 1.0f;
+      if (has) value[i].load(from);
+    }
+  };
+  load_parts(of_warp);
   for (int step = kWarp / 2; step > 0; step /= 2) highest = fmaxf(highest, __shfl_xor_sync(0xffffffffu, highest, step));
 
   float sum[8] = {}, total = 0;
-  for (int first = of_warp; inside && first < splits; first += kAtOnce * warps) {
-    float2 of_part[kAtOnce];
-    float scale[kAtOnce], value[kAtOnce][8] = {};
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      const int split = first + i * warps;
-      const bool has = split < splits;
-      of_part[i] = has ? stats_of(split) : make_float2(-infinity(), 0);
-      scale[i] = kScaled && has ? stats[part(split)].scale[slab] : 1.0f;
-      if (has) load_sums(sums + part(split) * Model::kKvLora + column, value[i]);
-    }
+  for (int first = of_warp;;) {
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
       if (of_part[i].y == 0) continue;  // empty: what lies there is of another step
@@ -324,6 +338,9 @@ __device__ inline void merge(const Sum* sums, const PartStats* stats, int splits
 #pragma unroll
       for (int c = 0; c < 8; ++c) sum[c] += weight * scale[i] * value[i][c];
     }
+    first += kAtOnce * warps;
+    if (first >= splits) break;
+    load_parts(first);
   }
   for (int half = warps / 2; half > 0; half /= 2) {
     const int slot = (warp - of_warp) / 2 + (of_warp & (half - 1));
@@ -342,10 +359,10 @@ __device__ inline void merge(const Sum* sums, const PartStats* stats, int splits
     __syncthreads();  // they may be written again
   }
   if (of_warp != 0 || !inside) return;
-  const float scale = total == 0 ? 0.0f : 1.0f / total;
+  const float of_total = total == 0 ? 0.0f : 1.0f / total;
   *reinterpret_cast<uint4*>(o + row * Model::kKvLora + column) = {
-      pack_bf16(sum[0] * scale, sum[1] * scale), pack_bf16(sum[2] * scale, sum[3] * scale),
-      pack_bf16(sum[4] * scale, sum[5] * scale), pack_bf16(sum[6] * scale, sum[7] * scale)};
+      pack_bf16(sum[0] * of_total, sum[1] * of_total), pack_bf16(sum[2] * of_total, sum[3] * of_total),
+      pack_bf16(sum[4] * of_total, sum[5] * of_total), pack_bf16(sum[6] * of_total, sum[7] * of_total)};
 }
 
 }  // namespace twostep::draft

@@ -1,10 +1,11 @@
 // Decode MLA by the warpgroup multiplies of sm_90a: what `attend` of attention.cuh computes, with queries as columns.
 //
-//   scores^T [64 keys, 48 queries] = keys [64, kCacheWidth] . q [48, kCacheWidth]^T
-//   o^T [kKvLora, 48 queries]     += keys [64, 0 .. kKvLora - 1]^T . p [48, 64 keys]^T
+//   scores^T [64 keys, Q queries] = keys [64, kCacheWidth] . q [Q, kCacheWidth]^T
+//   o^T [kKvLora, Q queries]     += keys [64, 0 .. kKvLora - 1]^T . p [Q, 64 keys]^T
 //
 // A tile of keys lies in shared memory once, in chunks of 64 columns, and both products read it there: the one as rows,
-// the other as columns. 48 queries: the 84 of 7 rows of 12 heads are two CTAs. Two warpgroups share each tile: of the
+// the other as columns. Q is 48, for the 84 queries of 7 rows of 12 heads are two CTAs, or 64 where there are so many
+// queries that wider tiles of them leave fewer keys to each CTA (Model). Two warpgroups share each tile: of the
 // scores each sums half of the columns of q, and then has half of the queries for the softmax; of o each has half of
 // the columns, in registers. The next tile is fetched meanwhile, each in thirds: the first one is multiplied as it
 // arrives.
@@ -15,7 +16,6 @@
 
 namespace twostep::draft {
 
-constexpr int kQueryColumns = 48;
 constexpr int kGroups = 2;  // warpgroups
 constexpr int kGroupThreads = 128;
 constexpr int kSm90AttendThreads = kGroups * kGroupThreads;
@@ -24,6 +24,7 @@ constexpr float kSlack = 8;
 
 template <class Model>
 struct Sm90AttendShared {
+  static constexpr int kQueryColumns = Model::kQueryColumns;
   static constexpr int kChunks = Model::kCacheWidth / kChunk;
   static constexpr int kOfGroup = kQueryColumns / kGroups;
   static constexpr int kSumsPitch = Model::kKvLora + 8;  // elements: the rows of a matrix fall into other banks
@@ -38,25 +39,26 @@ struct Sm90AttendShared {
   float shrink[kQueryColumns];      // of what was summed before the tile
   i64 place[kKeys];                 // in the cache, in elements
   int state[2][kKeys];
-  int first_seen[kQueryColumns], last_seen[kQueryColumns];  // keys of the tile
+  signed char first_seen[kQueryColumns], last_seen[kQueryColumns];  // keys of the tile; -1: before it
 };
 
 // Where a piece of 8 elements lies in a row of 64.
 __device__ inline int swizzled(int row, int piece) { return 8 * (piece ^ row % 8); }
 
-// As attend(). Grid (k * heads / kQueryColumns rounded up, splits, R), block
+// As attend(). Grid (k * heads / Model::kQueryColumns rounded up, splits, R), block
 // kSm90AttendThreads, dynamic shared memory sizeof(Sm90AttendShared<Model>), a multiple of 1024 bytes from its start.
 template <class Model, bool kCausal>
 __device__ inline void sm90_attend(const Batch& batch, const u16* q, const i64* position, const i64* end, Cache cache,
                                    i64 window, int splits, u16* o, u16* sums, PartStats* stats, void* memory) {
   using Shared = Sm90AttendShared<Model>;
   constexpr int kRows = Model::kK * Model::kHeads;  // query rows of a request
+  constexpr int kQueryColumns = Model::kQueryColumns;
   constexpr int kChunks = Shared::kChunks, kPieces = 8 * kChunks;
   constexpr int kWhole = kChunks / 2, kSecond = kChunks - kWhole;  // chunks of a group's scores, from this one on
   constexpr int kThird = (kSecond + 2) / 3;                     // of these and the one in the middle, fetched together
   constexpr int kBlocks = Model::kKvLora / (kGroups * kChunk);  // of o^T of a group
-  constexpr int kColumns = kQueryColumns / 4;  // of a thread: 8 g + 2 (lane % 4) and the next one, g < 6
-  constexpr int kOwn = kColumns / kGroups;     // of them, those of its group's softmax
+  constexpr int kColumns = kQueryColumns / 4;                   // of a thread: 8 g + 2 (lane % 4) and the next one
+  constexpr int kOwn = kColumns / kGroups;                      // of them, those of its group's softmax
   constexpr float kLogScale = kLog2E * Model::kScale;
   static_assert(Model::kCacheWidth % kChunk == 0 && Model::kKvLora % (kGroups * kChunk) == 0);
   static_assert(kGroups * 4 == kSlabs && sizeof(Shared::keys) >= 2 * kQueryColumns * Shared::kSumsPitch);
@@ -154,8 +156,8 @@ __device__ inline void sm90_attend(const Batch& batch, const u16* q, const i64* 
       });
       if (threadIdx.x < kQueryColumns) {
         const auto seen = part.seen_by(own, tile);
-        s.first_seen[threadIdx.x] = seen.first;
-        s.last_seen[threadIdx.x] = seen.last;
+        s.first_seen[threadIdx.x] = static_cast<signed char>(seen.first);
+        s.last_seen[threadIdx.x] = static_cast<signed char>(seen.last);
       }
       fence_proxy_async();
       __syncthreads();  // what was spoilt is told

@@ -13,7 +13,8 @@
 // bits of an output depend on kClusterK alone: not on m, its row, the tile or the ring. No atomics, no workspace,
 // nothing to reset.
 //
-// PDL: w is older than the previous kernel, so the ring is filled with w before pdl_wait(); x is read after it.
+// PDL: w is older than the previous kernel, so the ring is filled with w before pdl_wait(); x is read after it, and
+// kFurtherStages of w go to L2.
 #pragma once
 
 #include "common/sm90_wgmma.cuh"
@@ -57,10 +58,11 @@ struct Layout {
   static constexpr int kOutColumns = kOwnThreads / 2;     // 16 rows of w per warp
   static constexpr int kOutPitch = kOutColumns * 2 + 16;  // bytes; 16 more keep the transposed stores free of conflicts
 
-  static_assert(C::kN % 16 == 0 && C::kK % 64 == 0 && (C::kTileN == 64 || C::kTileN == 128 || C::kTileN == 256));
+  static_assert(C::kN % 16 == 0 && C::kK % 64 == 0 &&
+                (C::kTileN == 64 || C::kTileN == 128 || C::kTileN == 192 || C::kTileN == 256));
   static_assert(C::kRows == 8 || C::kRows == 16 || C::kRows == 32 || C::kRows == 64);
   static_assert(C::kStages >= 2);  // a stage is released while the next one is multiplied
-  static_assert(C::kK / 64 >= C::kClusterK);
+  static_assert(C::kK / 64 >= C::kClusterK && kGroups * 4 % kOwners == 0);
   // Ranks may have unequal numbers of boxes, but not of a part of a stage.
   static_assert(kStageBoxes == 1 || C::kK / 64 % (C::kClusterK * kStageBoxes) == 0);
   static_assert(C::kRows * kOutPitch <= kRingBytes);
@@ -106,6 +108,11 @@ struct Tile {
 
 // ---- Load: one elected lane
 
+// Stages behind the ring that go to L2 as soon as x may be read: the ring is full then, and memory would have nothing
+// to do until its first stage is multiplied. Before the wait they would hold up the kernel that is waited for, and more
+// of them cost more than they bring (docs/notes/wgmma.md).
+constexpr int kFurtherStages = 2;
+
 template <class C>
 __device__ inline void load(const Tile<C>& tile, const TensorMap* w_map, const TensorMap* x_map, bool elected) {
   using L = Layout<C>;
@@ -127,6 +134,8 @@ __device__ inline void load(const Tile<C>& tile, const TensorMap* w_map, const T
   if constexpr (C::kFault != Fault::kNoDependencyWait) pdl_wait();
   if (elected) {
     for (int t = 0; t < ahead; ++t) load_x(t, t);
+    for (int t = ahead; t < ahead + kFurtherStages && t < tile.tiles; ++t)
+      for (int b = 0; b < L::kStageBoxes; ++b) tensor_prefetch(w_map, tile.column(t, b), tile.n0);
     int stage = 0;
     u32 parity = C::kFault == Fault::kWrongParity;
     for (int t = ahead; t < tile.tiles; ++t) {

@@ -15,7 +15,7 @@ namespace {
 constexpr std::int64_t kRowThreads = 256, kMergeThreads = 256, kVerifyThreads = 256, kActivateColumns = 256;
 constexpr std::int64_t kQueryRows = 32, kKeys = 64, kStages = 2, kScoreSlices = 4, kAttendThreads = 512,
                        kMergeColumns = 256;                                       // attention.cuh
-constexpr std::int64_t kQueryColumns = 48, kSm90AttendThreads = 256;              // sm90_attention.cuh
+constexpr std::int64_t kSm90AttendThreads = 256;                                  // sm90_attention.cuh
 constexpr std::int64_t kPartStats = 40;                                           // bytes, keys.cuh
 constexpr std::int64_t kAbsorbColumns = 64, kValueColumns = 16, kBlockRows = 16;  // block.cuh
 constexpr std::int64_t kPad = 8, kHalfWarps = 8;                                  // block.cuh
@@ -25,6 +25,11 @@ constexpr std::int64_t kStreamWarps = 4, kPickStages = 16;
 constexpr std::int64_t kParts = 32;  // verify.cuh
 
 std::int64_t pieces(std::int64_t size, std::int64_t piece) { return (size + piece - 1) / piece; }
+
+// Queries of one CTA of sm90_attend. Tiles of 48 waste least of the few that a GPU of many has; where a request has
+// many queries, wider ones leave more parts of the context: K3.1 on one GPU 6 tiles of keys to a CTA, with 48 it would
+// be 8.
+std::int64_t query_columns(const StepModel& m) { return m.k * m.heads < 256 ? 48 : 64; }
 
 // Of a row of the Markov head in shared memory, bytes: kMarkovPitch of kernels/draft/sample.cuh.
 std::int64_t markov_pitch(const StepModel& m) { return (2 * m.markov_rank + 63) / 128 * 128 + 64; }
@@ -103,25 +108,25 @@ const KernelText& text_of(StepKernel kernel) {
       {"merge", "attention",
        "const float* sums, const PartStats* stats, int splits, i64 requests, int warps_log2, u16* o",
        "merge<Model>(sums, stats, splits, requests, warps_log2, o)", kMergeThreads,
-       "kMergeThreads == 256 && kMergeColumns == 256"},
+       "kMergeThreads == 256 && kMergeColumns == 256 && kMaxSplits == 256"},
       {"sm90_attend", "sm90_attention",
        "Batch batch, const u16* q, const i64* position, const i64* end, Cache cache, i64 window, int splits, u16* o, "
        "u16* sums, PartStats* stats",
        "extern __shared__ __align__(1024) u8 memory[];\n  sm90_attend<Model, false>(batch, q, position, end, cache, "
        "window, splits, o, "
        "sums, stats, memory)",
-       kSm90AttendThreads, "kQueryColumns == 48 && kSm90AttendThreads == 256 && sizeof(PartStats) == 40"},
+       kSm90AttendThreads, "kSm90AttendThreads == 256 && sizeof(PartStats) == 40"},
       {"sm90_attend_causal", "sm90_attention",
        "Batch batch, const u16* q, const i64* position, const i64* end, Cache cache, i64 window, int splits, u16* o, "
        "u16* sums, PartStats* stats",
        "extern __shared__ __align__(1024) u8 memory[];\n  sm90_attend<Model, true>(batch, q, position, end, cache, "
        "window, splits, o, "
        "sums, stats, memory)",
-       kSm90AttendThreads, "kQueryColumns == 48 && kSm90AttendThreads == 256 && sizeof(PartStats) == 40"},
+       kSm90AttendThreads, "kSm90AttendThreads == 256 && sizeof(PartStats) == 40"},
       {"sm90_merge", "attention",
        "const u16* sums, const PartStats* stats, int splits, i64 requests, int warps_log2, u16* o",
        "merge<Model>(sums, stats, splits, requests, warps_log2, o)", kMergeThreads,
-       "kMergeThreads == 256 && kMergeColumns == 256"},
+       "kMergeThreads == 256 && kMergeColumns == 256 && kMaxSplits == 256"},
       {"values", "block", "const u16* o, const u16* kv_b, const u16* gate, i64 rows, u16* out",
        "values<Model>(o, kv_b, gate, rows, out)", 256,
        "kValueColumns == 16 && kBlockRows == 16 && kHalfThreads == 256"},
@@ -359,7 +364,7 @@ class DevicePhases final : public StepPhases {
 
   DeviceCache cache_of(std::uint16_t* data) const { return {data, cache_.pages, cache_.page_rows, cache_.page_stride}; }
 
-  std::int64_t query_tiles() const { return pieces(m_.k * m_.heads, wgmma_ ? kQueryColumns : kQueryRows); }
+  std::int64_t query_tiles() const { return pieces(m_.k * m_.heads, wgmma_ ? query_columns(m_) : kQueryRows); }
 
   // Parts of the context: so many that the CTAs of one step fill the GPU once. A part shorter than a tile is empty.
   // A request's bits depend on how its context is parted: strict, all batches part it alike, into as many as a small
@@ -415,6 +420,7 @@ std::string step_model_text(const StepKernelModel& what) {
   integer("kHeads", m.heads);
   integer("kQLora", m.q_lora);
   integer("kKvLora", m.kv_lora);
+  integer("kQueryColumns", query_columns(m));
   integer("kNope", m.nope);
   integer("kRope", m.rope);
   integer("kV", m.v);
@@ -501,8 +507,7 @@ std::int64_t step_kernel_smem(StepKernel kernel, const StepModel& m, const StepG
              4 * kScoreSlices * kQueryRows * (kKeys + 4) + 4 * 3 * kQueryRows + kStages * (8 + 4 * kKeys);
     case StepKernel::kSm90Attend:
     case StepKernel::kSm90AttendCausal:  // Sm90AttendShared of kernels/draft/sm90_attention.cuh
-      return 2 * (kQueryColumns + 2 * kKeys) * m.cache_width() + 2 * kQueryColumns * kKeys + 4 * 9 * kQueryColumns +
-             16 * kKeys;
+      return 2 * (query_columns(m) + 2 * kKeys) * m.cache_width() + (2 * kKeys + 30) * query_columns(m) + 16 * kKeys;
     default: return 0;
   }
 }

@@ -32,7 +32,7 @@ constexpr int kSliceCounts[] = {1, 2, 4, 8};
 constexpr int kWarpCounts[] = {4, 8};
 
 // wgmma: 64 rows of weight per warpgroup
-constexpr int kWgmmaTileNs[] = {64, 128, 256};
+constexpr int kWgmmaTileNs[] = {64, 128, 192, 256};
 constexpr int kWgmmaTileKs[] = {64, 128, 256};
 constexpr int kWgmmaStages[] = {2, 3, 4, 5, 6, 8, 12};  // of the search; others are as valid
 
@@ -87,13 +87,16 @@ Status wgmma_valid(const Tactic& t, std::int64_t k, const DeviceFacts& facts) {
   if (t.weight_load != WeightLoad::kTiles) return invalid("weight_load", "rows", "tiles with wgmma");
   if (t.k_slices != 1) return invalid("k_slices", std::to_string(t.k_slices), "1 with wgmma");
   if (t.cluster_n != 1) return invalid("cluster_n", std::to_string(t.cluster_n), "1 with wgmma");
-  if (!among(kWgmmaTileNs, t.tile_n)) return invalid("tile_n", std::to_string(t.tile_n), "64, 128, 256 with wgmma");
+  if (!among(kWgmmaTileNs, t.tile_n))
+    return invalid("tile_n", std::to_string(t.tile_n), "64, 128, 192, 256 with wgmma");
   if (!among(kWgmmaTileKs, t.tile_k)) return invalid("tile_k", std::to_string(t.tile_k), "64, 128, 256 with wgmma");
   if (t.warps != t.tile_n / 16)
     return invalid("warps", std::to_string(t.warps), fmt::format("tile_n / 16 = {} with wgmma", t.tile_n / 16));
   // A stage is released while the next one is multiplied.
   if (t.stages < 2 || t.stages > kMaxStages) return invalid("stages", std::to_string(t.stages), "2 to 12 with wgmma");
   if (!among(kClusterSizes, t.cluster_k)) return invalid("cluster_k", std::to_string(t.cluster_k), "1, 2, 4, 8");
+  if (t.warps % std::min(t.warps, t.cluster_k) != 0)  // CTAs that add take whole warps
+    return invalid("cluster_k", std::to_string(t.cluster_k), fmt::format("a divisor of warps = {}", t.warps));
   const std::int64_t boxes = k / kBoxColumns;
   if (boxes < t.cluster_k)
     return invalid("cluster_k", std::to_string(t.cluster_k), fmt::format("at most K / 64 = {}", boxes));
@@ -230,7 +233,7 @@ std::vector<Tactic> candidate_tactics(int m, std::int64_t k, const DeviceFacts& 
               }
   for (int tile_n : kWgmmaTileNs)
     for (int tile_k : kWgmmaTileKs) {
-      if (tile_n == 256 && wgmma_rows(m) < 32) break;  // x is too small for its traffic to count
+      if (tile_n > 128 && wgmma_rows(m) < 32) break;  // x is too small for its traffic to count
       for (int cluster : kClusterSizes)
         for (int stages : kWgmmaStages) {
           if (too_many(stages, tile_k, k / cluster)) break;

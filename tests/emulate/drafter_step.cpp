@@ -139,6 +139,7 @@ constexpr auto kSwitched = emulated<Switched::Model>;
 constexpr auto kLong = emulated<Long::Model>;
 constexpr auto kWide = emulated<Wide::Model>;
 constexpr auto kWideCausal = emulated<WideCausal::Model>;
+constexpr auto kManyHeads = emulated<ManyHeads::Model>;
 
 TEST(EmulatedStep, tiny) {
   step_test::expect_the_same_step(step_test::tiny_case(), 1, kTiny);
@@ -159,6 +160,10 @@ TEST(EmulatedStep, wide) {
 TEST(EmulatedStep, wide_causal) {
   step_test::expect_the_same_step(step_test::wide_causal_case(), 2, kWideCausal);
   step_test::expect_the_same_step(step_test::wide_causal_case(), 18, kWideCausal);
+}
+TEST(EmulatedStep, many_heads) {
+  step_test::expect_the_same_step(step_test::many_heads_case(), 1, kManyHeads);
+  step_test::expect_the_same_step(step_test::many_heads_case(), 2, kManyHeads);
 }
 TEST(EmulatedStep, bad_pages_and_bad_numbers_touch_one_request_alone) {
   step_test::expect_bad_pages_and_bad_numbers_touch_one_request_alone(kTiny);

@@ -6,6 +6,6 @@
 int main() {
   using namespace twostep::step_test;
   std::puts("#pragma once");
-  for (const Case& c : {tiny_case(), switched_case(), long_case(), wide_case(), wide_causal_case()})
+  for (const Case& c : {tiny_case(), switched_case(), long_case(), wide_case(), wide_causal_case(), many_heads_case()})
     std::printf("namespace %s {\n%s}\n", c.name, step_model_text(kernel_model(c)).c_str());
 }

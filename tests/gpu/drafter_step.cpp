@@ -70,6 +70,11 @@ TEST_F(DrafterStep, wide_is_that_of_the_cpu) {
   step_test::expect_the_same_step(step_test::wide_causal_case(), 2, gpu());
   step_test::expect_the_same_step(step_test::wide_causal_case(), 18, gpu());
 }
+TEST_F(DrafterStep, many_heads_are_those_of_the_cpu) {
+  TWOSTEP_NEEDS_CUBLAS();
+  step_test::expect_the_same_step(step_test::many_heads_case(), 1, gpu());
+  step_test::expect_the_same_step(step_test::many_heads_case(), 2, gpu());
+}
 TEST_F(DrafterStep, picks_of_a_shard_that_fits_on_no_chip_are_those_of_the_cpu) {
   TWOSTEP_NEEDS_CUBLAS();
   Case c = step_test::switched_case();

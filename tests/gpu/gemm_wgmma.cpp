@@ -76,10 +76,11 @@ TEST_F(GemmWgmma, every_row_count_is_exact_on_every_tile_and_cluster) {
     const HostMatrix values = integers(kMaxWarpRows, k, 2);
     const HostMatrix expected = exact_product(values, linear.host);
     std::vector<Trial> trials;
-    for (int tile_n : {64, 128})
+    for (int tile_n : {64, 128, 192})
       for (int cluster_k : {1, 2, 4, 8})
-        if (k / 64 >= cluster_k) trials.push_back({linear.weight, all_buckets(wgmma_tactic(64, tile_n, cluster_k))});
-    ASSERT_EQ(trials.size(), k == 448 ? 6u : 8u);
+        if (k / 64 >= cluster_k && (tile_n != 192 || cluster_k < 8))
+          trials.push_back({linear.weight, all_buckets(wgmma_tactic(64, tile_n, cluster_k))});
+    ASSERT_EQ(trials.size(), k == 448 ? 9u : 11u);
     ASSERT_NO_FATAL_FAILURE(prepare_all(trials));
     Matrix x(kMaxWarpRows, k), out(kMaxWarpRows, n);
     for (int m = 1; m <= kMaxWarpRows; ++m) {
@@ -122,7 +123,7 @@ TEST_F(GemmWgmma, every_tactic_of_the_search_is_exact) {
 TEST_F(GemmWgmma, views_with_any_pitch_are_exact_and_their_gaps_untouched) {
   const std::int64_t n = 80, k = 448;
   const Linear linear(n, k, {k + 72, 16});
-  for (int tile_n : {64, 128})
+  for (int tile_n : {64, 128, 192})
     for (int cluster_k : {1, 4}) {
       PreparedWarpSplitK prepared(linear.weight, all_buckets(wgmma_tactic(64, tile_n, cluster_k)));
       for (int m : {1, 5, 16, 33, 64}) {
@@ -199,8 +200,9 @@ TEST_F(GemmWgmmaOrder, twenty_runs_eager_and_replayed_have_equal_bits) {
 
 // Narrower instructions serve fewer rows: they must add in the same order.
 TEST_F(GemmWgmmaOrder, bits_of_a_row_do_not_depend_on_m) {
-  for (int tile_n : {64, 128})
+  for (int tile_n : {64, 128, 192})
     for (int cluster_k : {1, 2, 4, 8}) {
+      if (tile_n == 192 && cluster_k == 8) continue;
       PreparedWarpSplitK prepared(weight->view(), all_buckets(wgmma_tactic(64, tile_n, cluster_k)));
       const HostMatrix all = result(prepared, kMaxWarpRows);
       for (int m = 1; m <= kMaxWarpRows; ++m)
