@@ -118,9 +118,8 @@ __device__ inline void latents(const Batch& batch, const u16* qkv, const i64* po
 
 constexpr int kBlockRows = 16;  // rows of q or o that a CTA takes: the rows of a matrix operand
 constexpr int kHalfThreads = 256;
-constexpr int kAbsorbColumns = 64;  // of one CTA: 8 per warp
-constexpr int kValueColumns = 16;   // of one CTA; the warps share the latent
-constexpr int kPad = 8;             // elements between rows of shared memory: ldmatrix without conflicts
+constexpr int kValueColumns = 16;  // of one CTA; the warps share the latent
+constexpr int kPad = 8;            // elements between rows of shared memory: ldmatrix without conflicts
 
 // `rows` rows of kWidth elements (rounded up to kPadded) into shared memory; zeros outside `rows` and kWidth.
 //   from: row 0, rows `stride` elements apart, all 16-byte aligned; kWidth a multiple of 8
@@ -138,12 +137,14 @@ __device__ inline void copy_rows_async(u16 (*to)[kPadded + kPad], const u16* fro
 // out[row, head, c] = bf16( sum over d of q[row, head, d] * W_UK[head, d, c] ); behind it the query's rotary part,
 // turned.
 //   q [M, heads, kNope + kRope], out [M, heads, kCacheWidth]
-// Grid (kKvLora / kAbsorbColumns rounded up, and one more for the rotary parts; heads; row groups of kBlockRows), block
-// kHalfThreads. Each weight is read once per row group.
+// Grid (kKvLora / Model::kAbsorbColumns rounded up, and one more for the rotary parts; heads; row groups of
+// kBlockRows), block kHalfThreads. Each weight is read once per row group.
 template <class Model>
 __device__ inline void absorb(const u16* q, const u16* kv_b, const i64* position, const float* frequency, i64 rows,
                               u16* out) {
   constexpr int kDepth = (Model::kNope + 31) / 32 * 32;  // two steps of 16 at once
+  constexpr int kAbsorbColumns = Model::kAbsorbColumns;
+  constexpr int kWarps = kHalfThreads / kWarp, kPieces = kAbsorbColumns / (8 * kWarps);  // of 8 columns, of a warp
   alignas(16) __shared__ u16 shared_w[kDepth][kAbsorbColumns + kPad];
   const int head = blockIdx.y, warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   const int column = blockIdx.x * kAbsorbColumns;
@@ -184,24 +185,26 @@ __device__ inline void absorb(const u16* q, const u16* kv_b, const i64* position
   copy_async_wait<0>();
   __syncthreads();  // W is there
 
-  // ---- Multiply: a warp has 16 rows and 8 columns
-  float sums[4] = {};
+  // ---- Multiply, and store: a warp has 16 rows and 8 columns at a time
 #pragma unroll
-  for (int d = 0; d < kDepth; d += 32) {
-    u32 b[4];
-    load_matrices_transposed(b, smem_address(&shared_w[d + lane][8 * warp]));
-    mma_16x8x16(sums, a[d / 16], b[0], b[1]);
-    mma_16x8x16(sums, a[d / 16 + 1], b[2], b[3]);
-  }
-
-  // ---- Store
-  const int c = column + 8 * warp + lane % 4 * 2;
-  if (c >= Model::kKvLora) return;
+  for (int piece = 0; piece < kPieces; ++piece) {
+    const int first_column = 8 * (warp + piece * kWarps);
+    float sums[4] = {};
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int row = lane / 4 + 8 * half;
-    if (row < count)
-      *reinterpret_cast<u32*>(out_rows + row * kOutStride + c) = pack_bf16(sums[2 * half], sums[2 * half + 1]);
+    for (int d = 0; d < kDepth; d += 32) {
+      u32 b[4];
+      load_matrices_transposed(b, smem_address(&shared_w[d + lane][first_column]));
+      mma_16x8x16(sums, a[d / 16], b[0], b[1]);
+      mma_16x8x16(sums, a[d / 16 + 1], b[2], b[3]);
+    }
+    const int c = column + first_column + lane % 4 * 2;
+    if (c >= Model::kKvLora) continue;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = lane / 4 + 8 * half;
+      if (row < count)
+        *reinterpret_cast<u32*>(out_rows + row * kOutStride + c) = pack_bf16(sums[2 * half], sums[2 * half + 1]);
+    }
   }
 }
 

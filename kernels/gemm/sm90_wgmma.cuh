@@ -14,7 +14,7 @@
 // nothing to reset.
 //
 // PDL: w is older than the previous kernel, so the ring is filled with w before pdl_wait(); x is read after it, and
-// kFurtherStages of w go to L2.
+// kFurtherStages of w go to L2 then.
 #pragma once
 
 #include "common/sm90_wgmma.cuh"
@@ -55,6 +55,12 @@ struct Layout {
   static constexpr int kPartsBytes = C::kClusterK > 1 ? kPartBytes* C::kClusterK : 0;
   static constexpr int kBarrierOffset = kRingBytes + kPartsBytes;
   static constexpr int kSmemBytes = kBarrierOffset + C::kStages * 16 + 8;
+  // Stages behind the ring that go to L2 as soon as x may be read: rings are full then, and memory would have nothing
+  // to do until their first stages are multiplied. Not where CTAs come in several waves: the later ones have nothing to
+  // wait for. Before the wait, or more of them, cost more than they bring (docs/notes/wgmma.md).
+  static constexpr int kCtas = (C::kN + C::kTileN - 1) / C::kTileN * C::kClusterK;
+  static constexpr int kResidentCtas = 132 * ((228 << 10) / (kSmemBytes + 1024));
+  static constexpr int kFurtherStages = kCtas <= kResidentCtas ? 2 : 0;
   static constexpr int kOutColumns = kOwnThreads / 2;     // 16 rows of w per warp
   static constexpr int kOutPitch = kOutColumns * 2 + 16;  // bytes; 16 more keep the transposed stores free of conflicts
 
@@ -108,11 +114,6 @@ struct Tile {
 
 // ---- Load: one elected lane
 
-// Stages behind the ring that go to L2 as soon as x may be read: the ring is full then, and memory would have nothing
-// to do until its first stage is multiplied. Before the wait they would hold up the kernel that is waited for, and more
-// of them cost more than they bring (docs/notes/wgmma.md).
-constexpr int kFurtherStages = 2;
-
 template <class C>
 __device__ inline void load(const Tile<C>& tile, const TensorMap* w_map, const TensorMap* x_map, bool elected) {
   using L = Layout<C>;
@@ -134,7 +135,7 @@ __device__ inline void load(const Tile<C>& tile, const TensorMap* w_map, const T
   if constexpr (C::kFault != Fault::kNoDependencyWait) pdl_wait();
   if (elected) {
     for (int t = 0; t < ahead; ++t) load_x(t, t);
-    for (int t = ahead; t < ahead + kFurtherStages && t < tile.tiles; ++t)
+    for (int t = ahead; t < ahead + L::kFurtherStages && t < tile.tiles; ++t)
       for (int b = 0; b < L::kStageBoxes; ++b) tensor_prefetch(w_map, tile.column(t, b), tile.n0);
     int stage = 0;
     u32 parity = C::kFault == Fault::kWrongParity;

@@ -14,11 +14,11 @@ namespace {
 // Of kernels/draft, asserted in the text of each kernel that uses them.
 constexpr std::int64_t kRowThreads = 256, kMergeThreads = 256, kVerifyThreads = 256, kActivateColumns = 256;
 constexpr std::int64_t kQueryRows = 32, kKeys = 64, kStages = 2, kScoreSlices = 4, kAttendThreads = 512,
-                       kMergeColumns = 256;                                       // attention.cuh
-constexpr std::int64_t kSm90AttendThreads = 256;                                  // sm90_attention.cuh
-constexpr std::int64_t kPartStats = 40;                                           // bytes, keys.cuh
-constexpr std::int64_t kAbsorbColumns = 64, kValueColumns = 16, kBlockRows = 16;  // block.cuh
-constexpr std::int64_t kPad = 8, kHalfWarps = 8;                                  // block.cuh
+                       kMergeColumns = 256;                  // attention.cuh
+constexpr std::int64_t kSm90AttendThreads = 256;             // sm90_attention.cuh
+constexpr std::int64_t kPartStats = 40;                      // bytes, keys.cuh
+constexpr std::int64_t kValueColumns = 16, kBlockRows = 16;  // block.cuh
+constexpr std::int64_t kPad = 8, kHalfWarps = 8;             // block.cuh
 constexpr std::int64_t kMaxSplits = 256;
 constexpr std::int64_t kTileRows = 16, kPickShared = 31600, kFinishThreads = 512;  // sample.cuh
 constexpr std::int64_t kStreamWarps = 4, kPickStages = 16;
@@ -26,10 +26,13 @@ constexpr std::int64_t kParts = 32;  // verify.cuh
 
 std::int64_t pieces(std::int64_t size, std::int64_t piece) { return (size + piece - 1) / piece; }
 
-// Queries of one CTA of sm90_attend. Tiles of 48 waste least of the few that a GPU of many has; where a request has
-// many queries, wider ones leave more parts of the context: K3.1 on one GPU 6 tiles of keys to a CTA, with 48 it would
-// be 8.
-std::int64_t query_columns(const StepModel& m) { return m.k * m.heads < 256 ? 48 : 64; }
+// Whether a request has so many query rows that wide tiles fill a GPU: K3 and K3.1 on one or two.
+bool has_many_rows(const StepModel& m) { return m.k * m.heads >= 256; }
+// Queries of one CTA of sm90_attend. Tiles of 48 waste least of few rows; of many, wider ones leave more parts of the
+// context: K3.1 on one GPU has 6 tiles of keys to a CTA, with 48 it would be 8.
+std::int64_t query_columns(const StepModel& m) { return has_many_rows(m) ? 64 : 48; }
+// Columns of one CTA of absorb, which has q from L2 by single words: wider ones read it less often.
+std::int64_t absorb_columns(const StepModel& m) { return has_many_rows(m) && m.nope <= 128 ? 128 : 64; }
 
 // Of a row of the Markov head in shared memory, bytes: kMarkovPitch of kernels/draft/sample.cuh.
 std::int64_t markov_pitch(const StepModel& m) { return (2 * m.markov_rank + 63) / 128 * 128 + 64; }
@@ -87,8 +90,7 @@ const KernelText& text_of(StepKernel kernel) {
        "latents<Model>(batch, qkv, position, q_norm, kv_norm, frequency, cache, q)", kRowThreads, "kRowThreads == 256"},
       {"absorb", "block",
        "const u16* q, const u16* kv_b, const i64* position, const float* frequency, i64 rows, u16* out",
-       "absorb<Model>(q, kv_b, position, frequency, rows, out)", 256,
-       "kAbsorbColumns == 64 && kBlockRows == 16 && kHalfThreads == 256"},
+       "absorb<Model>(q, kv_b, position, frequency, rows, out)", 256, "kBlockRows == 16 && kHalfThreads == 256"},
       {"attend", "attention",
        "Batch batch, const u16* q, const i64* position, const i64* end, Cache cache, i64 window, int splits, u16* o, "
        "float* sums, PartStats* stats",
@@ -261,8 +263,8 @@ class DevicePhases final : public StepPhases {
     std::int64_t rows = batch.requests * m_.k;
     void* arguments[] = {&b_.q,       &w_.layers[layer].kv_b, &b_.sequence_position, &w_.inverse_frequency, &rows,
                          &b_.q_latent};
-    launch(StepKernel::kAbsorb, {pieces(m_.kv_lora, kAbsorbColumns) + 1, m_.heads, pieces(rows, kBlockRows)}, stream,
-           arguments);
+    launch(StepKernel::kAbsorb, {pieces(m_.kv_lora, absorb_columns(m_)) + 1, m_.heads, pieces(rows, kBlockRows)},
+           stream, arguments);
   }
 
   void attend(const StepBatch& batch, std::size_t layer, Stream stream) override {
@@ -421,6 +423,7 @@ std::string step_model_text(const StepKernelModel& what) {
   integer("kQLora", m.q_lora);
   integer("kKvLora", m.kv_lora);
   integer("kQueryColumns", query_columns(m));
+  integer("kAbsorbColumns", absorb_columns(m));
   integer("kNope", m.nope);
   integer("kRope", m.rope);
   integer("kV", m.v);
@@ -464,8 +467,8 @@ Status check_sizes(const StepModel& m) {
                   "multiples of 16 on a GPU");
   // absorb: rows of W_UK, the depth rounded up to 32, and q's, in registers, at the same price. values: rows of o and
   // of W_UV, FP32 sums of each warp.
-  constexpr std::int64_t kOfDepth = 2 * (kBlockRows + kAbsorbColumns + kPad);
-  if (auto s = within("qk_nope_head_dim", m.nope, kOfDepth, 31 * kOfDepth + 2 * kBlockRows * kPad); !s.ok()) return s;
+  const std::int64_t of_depth = 2 * (kBlockRows + absorb_columns(m) + kPad);
+  if (auto s = within("qk_nope_head_dim", m.nope, of_depth, 31 * of_depth + 2 * kBlockRows * kPad); !s.ok()) return s;
   return within("kv_lora_rank", m.kv_lora, 2 * (kBlockRows + kValueColumns),
                 2 * (kBlockRows + kValueColumns) * kPad + 4 * kHalfWarps * kBlockRows * kValueColumns);
 }
