@@ -56,11 +56,10 @@ struct Layout {
   static constexpr int kBarrierOffset = kRingBytes + kPartsBytes;
   static constexpr int kSmemBytes = kBarrierOffset + C::kStages * 16 + 8;
   // Stages behind the ring that go to L2 as soon as x may be read: rings are full then, and memory would have nothing
-  // to do until their first stages are multiplied. Not where CTAs come in several waves: the later ones have nothing to
-  // wait for. Before the wait, or more of them, cost more than they bring (docs/notes/wgmma.md).
-  static constexpr int kCtas = (C::kN + C::kTileN - 1) / C::kTileN * C::kClusterK;
-  static constexpr int kResidentCtas = 132 * ((228 << 10) / (kSmemBytes + 1024));
-  static constexpr int kFurtherStages = kCtas <= kResidentCtas ? 2 : 0;
+  // to do until their first stages are multiplied. Two, where they are no more than memory gives in that microsecond;
+  // else none: docs/notes/wgmma.md.
+  static constexpr i64 kCtas = (C::kN + C::kTileN - 1) / C::kTileN * C::kClusterK;
+  static constexpr int kFurtherStages = kCtas * 2 * kStageBoxes * kWBox <= 4'600'000 ? 2 : 0;
   static constexpr int kOutColumns = kOwnThreads / 2;     // 16 rows of w per warp
   static constexpr int kOutPitch = kOutColumns * 2 + 16;  // bytes; 16 more keep the transposed stores free of conflicts
 
