@@ -145,6 +145,7 @@ __device__ inline void absorb(const u16* q, const u16* kv_b, const i64* position
   constexpr int kDepth = (Model::kNope + 31) / 32 * 32;  // two steps of 16 at once
   constexpr int kAbsorbColumns = Model::kAbsorbColumns;
   constexpr int kWarps = kHalfThreads / kWarp, kPieces = kAbsorbColumns / (8 * kWarps);  // of 8 columns, of a warp
+  static_assert(kPieces * 8 * kWarps == kAbsorbColumns);
   alignas(16) __shared__ u16 shared_w[kDepth][kAbsorbColumns + kPad];
   const int head = blockIdx.y, warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   const int column = blockIdx.x * kAbsorbColumns;
@@ -173,7 +174,7 @@ __device__ inline void absorb(const u16* q, const u16* kv_b, const i64* position
       [column](int d, int c) { return d < Model::kNope && column + c < Model::kKvLora; });
   copy_async_commit();
   pdl_wait();
-  // q straight into operands: with W alone in shared memory, CTAs of the attention start beside these.
+  // q straight into operands: with W alone in shared memory, CTAs of an attention of 48 queries start beside these.
   u32 a[kDepth / 16][4];
 #pragma unroll
   for (int step = 0; step < kDepth / 16; ++step)

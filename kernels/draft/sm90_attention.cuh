@@ -61,6 +61,7 @@ __device__ inline void sm90_attend(const Batch& batch, const u16* q, const i64* 
   constexpr int kOwn = kColumns / kGroups;                      // of them, those of its group's softmax
   constexpr float kLogScale = kLog2E * Model::kScale;
   static_assert(Model::kCacheWidth % kChunk == 0 && Model::kKvLora % (kGroups * kChunk) == 0);
+  static_assert(kQueryColumns % 16 == 0 && kQueryColumns <= kChunk);  // half of the scores fit into a chunk of keys
   static_assert(kGroups * 4 == kSlabs && sizeof(Shared::keys) >= 2 * kQueryColumns * Shared::kSumsPitch);
   constexpr int kTileBytes = 2 * kKeys * kChunk, kQBytes = 2 * kQueryColumns * kChunk;  // of a chunk
   auto& s = *static_cast<Shared*>(memory);

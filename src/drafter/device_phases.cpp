@@ -26,10 +26,10 @@ constexpr std::int64_t kParts = 32;  // verify.cuh
 
 std::int64_t pieces(std::int64_t size, std::int64_t piece) { return (size + piece - 1) / piece; }
 
-// Whether a request has so many query rows that wide tiles fill a GPU: K3 and K3.1 on one or two.
+// Whether a request has so many query rows that wide tiles fill a GPU: with 7 drafts K3 on one GPU, K3.1 on one or two.
 bool has_many_rows(const StepModel& m) { return m.k * m.heads >= 256; }
 // Queries of one CTA of sm90_attend. Tiles of 48 waste least of few rows; of many, wider ones leave more parts of the
-// context: K3.1 on one GPU has 6 tiles of keys to a CTA, with 48 it would be 8.
+// context while there are parts: K3.1 on one GPU with one request has 6 tiles of keys to a CTA, with 48 it would be 8.
 std::int64_t query_columns(const StepModel& m) { return has_many_rows(m) ? 64 : 48; }
 // Columns of one CTA of absorb, which has q from L2 by single words: wider ones read it less often.
 std::int64_t absorb_columns(const StepModel& m) { return has_many_rows(m) && m.nope <= 128 ? 128 : 64; }

@@ -96,7 +96,7 @@ Status wgmma_valid(const Tactic& t, std::int64_t k, const DeviceFacts& facts) {
   if (t.stages < 2 || t.stages > kMaxStages) return invalid("stages", std::to_string(t.stages), "2 to 12 with wgmma");
   if (!among(kClusterSizes, t.cluster_k)) return invalid("cluster_k", std::to_string(t.cluster_k), "1, 2, 4, 8");
   if (t.warps % std::min(t.warps, t.cluster_k) != 0)  // CTAs that add take whole warps
-    return invalid("cluster_k", std::to_string(t.cluster_k), fmt::format("a divisor of warps = {}", t.warps));
+    return invalid("cluster_k", std::to_string(t.cluster_k), fmt::format("1, 2, 4 with tile_n = {}", t.tile_n));
   const std::int64_t boxes = k / kBoxColumns;
   if (boxes < t.cluster_k)
     return invalid("cluster_k", std::to_string(t.cluster_k), fmt::format("at most K / 64 = {}", boxes));

@@ -11,7 +11,7 @@
 namespace twostep {
 
 // Changes when tactic_valid or the meaning of a tactic's field changes: old cubins are then not loaded.
-inline constexpr const char* kTacticRules = "gemm-rules-3";
+inline constexpr const char* kTacticRules = "gemm-rules-4";
 
 // The grid that is searched for the bucket of m, in a fixed order: valid and not.
 std::vector<Tactic> candidate_tactics(int m, std::int64_t k, const DeviceFacts& facts);

@@ -89,15 +89,18 @@ inline Case wide_causal_case() {  // a context in one part
   return c;
 }
 
-// So many heads that the attention of sm_90a has wide tiles of queries: 264 query rows are four of them and a bit.
+// So many heads that the attention of sm_90a has wide tiles of queries: 264 query rows are four of them and a bit. One
+// layer causal; with two requests a context is in one part.
 inline Case many_heads_case() {
   Case c{"ManyHeads", synth_preset("tiny"), {}, {}};
+  c.config.causal = {true, false};
   c.config.num_attention_heads = 24;
-  c.config.kv_lora_rank = 128;
+  c.config.kv_lora_rank = 256;
   c.config.qk_rope_head_dim = 64;
   c.config.sliding_window[0] = 70;
   c.sms = 16;
   c.wgmma = true;
+  c.limits.strict = false;
   c.limits.num_draft_tokens = 11;
   c.limits.request_counts = {1, 2};
   c.limits.max_len = 256;

@@ -2,6 +2,11 @@
 // the emulator, against the CPU backend.
 #include <emulated_models.h>
 
+#include <cmath>
+#include <random>
+#include <utility>
+#include <vector>
+
 #include "draft/attention.cuh"
 #include "draft/block.cuh"
 #include "draft/context.cuh"
@@ -164,6 +169,60 @@ TEST(EmulatedStep, wide_causal) {
 TEST(EmulatedStep, many_heads) {
   step_test::expect_the_same_step(step_test::many_heads_case(), 1, kManyHeads);
   step_test::expect_the_same_step(step_test::many_heads_case(), 2, kManyHeads);
+}
+// The merge by itself, against FP64: one part of a warp, several in one round of loads and in more, warps without a
+// part, empty parts that hold NaN, and CTAs without a row.
+template <class Model, class Sum>
+void expect_merged(int splits, int warps_log2, std::mt19937_64& random) {
+  SCOPED_TRACE(testing::Message() << splits << " parts, " << (1 << warps_log2) << " warps");
+  constexpr std::size_t kRows = Model::kK * Model::kHeads, kColumns = Model::kKvLora, kRequests = 2;
+  constexpr bool kScaled = sizeof(Sum) == 2;
+  const auto parts = kRequests * static_cast<std::size_t>(splits) * kRows;
+  std::uniform_real_distribution<float> bases(-12, 12), totals(1, 8), scales(0.1f, 10), values(-2, 2);
+  std::vector<d::PartStats> stats(parts);
+  std::vector<Sum> sums(parts * kColumns);
+  for (std::size_t i = 0; i < parts; ++i) {
+    const bool empty = i / kRows % static_cast<std::size_t>(splits) != 0 && random() % 4 == 0;
+    stats[i].base = empty ? -INFINITY : bases(random);
+    stats[i].total = empty ? 0 : totals(random);
+    for (float& scale : stats[i].scale) scale = scales(random);
+    for (std::size_t c = 0; c < kColumns; ++c)
+      if constexpr (kScaled)  // of FP16: a sign, an exponent of -5 to 0, ten bits
+        sums[i * kColumns + c] =
+            static_cast<Sum>(empty ? 0x7e00 : random() % 2 << 15 | (10 + random() % 6) << 10 | random() % 1024);
+      else sums[i * kColumns + c] = empty ? NAN : values(random);
+  }
+  std::vector<unsigned short> out(kRequests * kRows * kColumns, 0x7fc0);
+  constexpr std::size_t kUnits = kRequests * kRows * ((kColumns + 255) / 256);
+  const auto ctas = static_cast<unsigned>(((kUnits << warps_log2) + 7) / 8 + 1);
+  emulate::run({ctas}, 256, [&] {
+    d::merge<Model>(std::as_const(sums).data(), stats.data(), splits, kRequests, warps_log2, out.data());
+  });
+  double error = 0, norm = 0;
+  for (std::size_t row = 0; row < kRequests * kRows; ++row)
+    for (std::size_t c = 0; c < kColumns; ++c) {
+      double sum = 0, total = 0;
+      for (std::size_t s = 0; s < static_cast<std::size_t>(splits); ++s) {
+        const std::size_t i = (row / kRows * static_cast<std::size_t>(splits) + s) * kRows + row % kRows;
+        if (stats[i].total == 0) continue;
+        const double weight = std::exp2(double(stats[i].base));
+        total += weight * stats[i].total;
+        if constexpr (kScaled)
+          sum += weight * stats[i].scale[2 * c / kColumns * 4 + c % 64 / 16] * f16_to_float(sums[i * kColumns + c]);
+        else sum += weight * sums[i * kColumns + c];
+      }
+      const double difference = sum / total - bf16_to_float(out[row * kColumns + c]);
+      error += difference * difference, norm += sum / total * (sum / total);
+    }
+  EXPECT_LT(std::sqrt(error / norm), 0x1p-8);  // of one rounding to BF16, and NaN is not less
+}
+TEST(EmulatedStep, parts_are_merged_in_one_round_and_in_several) {
+  std::mt19937_64 random(step_test::inputs_number());
+  for (const int splits : {2, 9, 10, 33, 72, 73, 256})
+    for (const int warps_log2 : {0, 1, 3}) {
+      expect_merged<Wide::Model, unsigned short>(splits, warps_log2, random);
+      expect_merged<Tiny::Model, float>(splits, warps_log2, random);
+    }
 }
 TEST(EmulatedStep, bad_pages_and_bad_numbers_touch_one_request_alone) {
   step_test::expect_bad_pages_and_bad_numbers_touch_one_request_alone(kTiny);

@@ -22,9 +22,12 @@ StepModel sizes(std::int64_t nope, std::int64_t kv_lora, int ranks = 8) {
 TEST(DrafterDevicePhases, sizes_past_the_shared_memory_of_a_kernel_are_refused_by_name) {
   EXPECT_TRUE(check_sizes(sizes(128, 512)).ok());
   EXPECT_TRUE(check_sizes(sizes(240, 624)).ok());
+  // On one GPU a CTA of absorb takes 128 columns, but of deeper heads 64.
+  EXPECT_TRUE(check_sizes(sizes(128, 512, 1)).ok());
+  EXPECT_TRUE(check_sizes(sizes(240, 624, 1)).ok());
   for (const auto& [model, field] :
-       {std::pair(sizes(248, 624), "qk_nope_head_dim"), std::pair(sizes(240, 640), "kv_lora_rank"),
-        std::pair(sizes(128, 520), "kv_lora_rank, qk_rope_head_dim")}) {
+       {std::pair(sizes(248, 624), "qk_nope_head_dim"), std::pair(sizes(248, 624, 1), "qk_nope_head_dim"),
+        std::pair(sizes(240, 640), "kv_lora_rank"), std::pair(sizes(128, 520), "kv_lora_rank, qk_rope_head_dim")}) {
     const Status status = check_sizes(model);
     EXPECT_EQ(status.code, StatusCode::kUnsupported);
     EXPECT_EQ(status.argument, field);
@@ -66,6 +69,7 @@ TEST(DrafterDevicePhases, attention_is_that_of_sm90_where_its_tiles_fit) {
       EXPECT_EQ(step_kernel_needed(kernel, model, gpu), !wgmma);
   };
   expect(sizes(128, 512), kH200, true);
+  expect(sizes(128, 512, 1), kH200, true);  // tiles of 64 queries
   expect(sizes(128, 256), kH200, true);
   expect(sizes(128, 448), kH200, false);
   expect(sizes(128, 640), kH200, false);

@@ -135,6 +135,9 @@ TEST(GemmTactics, shared_memory_of_wgmma_is_ring_parts_and_barriers) {
   EXPECT_EQ(bytes(wgmma(64, 64, 4, 2), 9), 4 * (64 + 16) * 128 + 2 * 32 * 16 * 4 + 4 * 16 + 8);
   // Of eight CTAs four own 16 rows each, and receive eight parts.
   EXPECT_EQ(bytes(wgmma(64, 64, 4, 8), 64), 4 * (64 + 64) * 128 + 8 * 16 * 64 * 4 + 4 * 16 + 8);
+  // Two own 96 of 192 rows, of 64 floats.
+  EXPECT_EQ(bytes(wgmma(192, 64, 5, 2), 64), 5 * (192 + 64) * 128 + 2 * 96 * 64 * 4 + 5 * 16 + 8);
+  EXPECT_EQ(warp_threads(wgmma(192, 64, 5, 2)), 12 * 32 + 32);
   // All eight own 16 of 128 rows.
   EXPECT_EQ(bytes(wgmma(128, 64, 4, 8), 17), 4 * (128 + 32) * 128 + 8 * 16 * 32 * 4 + 4 * 16 + 8);
 }
