@@ -15,14 +15,19 @@
 
 namespace {
 
-// The line for what cannot be parsed. Of an unknown command CLI11 says only that one is required.
+// The line for what cannot be parsed. Of an unknown command CLI11 says only that one is required, and of what should be
+// a number nothing more than that it is none.
 std::string parse_failure(const CLI::App* app, const CLI::Error& error) {
   std::string place = "twostep";
   while (!app->get_subcommands().empty()) {
     app = app->get_subcommands().front();
     place += " " + app->get_name();
   }
-  if (app->get_require_subcommand_min() == 0) return std::string("twostep: ") + error.what() + "\n";
+  if (app->get_require_subcommand_min() == 0) {
+    const bool is_no_number = error.get_name() == "ConversionError";
+    return std::string("twostep: ") + error.what() +
+           (is_no_number ? "; accepted: a number, see " + place + " --help" : std::string()) + "\n";
+  }
   std::string known;
   for (const CLI::App* command : app->get_subcommands([](const CLI::App* c) { return !c->get_group().empty(); }))
     known += (known.empty() ? "" : ", ") + command->get_name();
