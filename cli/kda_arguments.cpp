@@ -36,7 +36,7 @@ KdaTactic parse_tactic(const std::string& place, const std::string& text) {
   if (numbers.size() == 3 && numbers[0] > 0 && numbers[1] > 0 && numbers[2] > 0)
     return {numbers[0], numbers[1], numbers[2]};
   fail(StatusCode::kInvalidArgument, place, "--tactic", text,
-       "split,warps,pass_rows: 1, 2, 4 or 8, then 4, 8 or 16, then 1 or 2");
+       "split,warps,pass_rows: 1, 2, 4 or 8, then 4, 8 or 16, then 1, 2 or 4");
 }
 
 }  // namespace twostep::cli

@@ -54,7 +54,7 @@ enum class StateMode : std::uint8_t { kSlots, kRecords };
 struct KdaTactic {
   int split = 1;      // CTAs of a cluster that share the 128 values of a head: 1, 2, 4, 8
   int warps = 8;      // of a CTA: 4, 8, 16
-  int pass_rows = 1;  // rows of the state that a thread holds at a time: 1, 2
+  int pass_rows = 1;  // rows of the state that a thread holds at a time: 1, 2, 4
   friend bool operator==(const KdaTactic&, const KdaTactic&) = default;
 };
 std::string to_string(const KdaTactic& tactic);  // "split 2 warps 8 pass_rows 1"

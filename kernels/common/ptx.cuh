@@ -112,6 +112,15 @@ __device__ inline void bulk_load(u32 to, const void* from, u32 bytes, u32 barrie
                "l"(from), "r"(bytes), "r"(barrier)
                : "memory");
 }
+// `bytes` from shared to global memory, both aligned to 16; fence_proxy_async() comes after the stores to `from`.
+__device__ inline void bulk_store(void* to, u32 from, u32 bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes)
+               : "memory");
+}
+__device__ inline void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+// Until all that this thread committed lies in global memory; until shared memory has been read for it.
+__device__ inline void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+__device__ inline void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 // The same bytes to the same place of every CTA in `mask`, completing on the same barrier of each.
 __device__ inline void bulk_load_multicast(u32 to, const void* from, u32 bytes, u32 barrier, u16 mask) {
   asm volatile(
@@ -255,6 +264,10 @@ __device__ inline float4 load_shared_float4(u32 address) {
                : "r"(address)
                : "memory");
   return v;
+}
+__device__ inline void store_shared_float4(u32 address, float4 v) {
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w)
+               : "memory");
 }
 __device__ inline void store_shared_float(u32 address, float v) {
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(v) : "memory");

@@ -29,7 +29,8 @@
 // same order: what is folded has the bits that a slot would have.
 //
 // R16 rounds to BF16, to nearest even; sums are FP32 in an order that depends on the tactic alone. No atomics on
-// results. A thread loads every state element that it stores, and only after the load: a slot may be read and written.
+// results. A warp loads every state element that it stores, and stores it after the load: a slot may be read and
+// written.
 //
 // PDL: weights are read before pdl_wait(), all else after it; with kEarlyCaches the caller promises that slots,
 // accepted and the caches are not being written, and they are read before it too.
@@ -79,9 +80,8 @@ template <class C>
 struct Layout {
   static constexpr int kChannels = C::kHeads * kDim;  // D
   static constexpr int kThreads = C::kWarps * 32;
-  static constexpr int kValues = kDim / C::kSplit;            // of this CTA
-  static constexpr int kGroups = kThreads / 8;                // rows that the CTA works on at a time
-  static constexpr int kPassValues = kGroups * C::kPassRows;  // rows of one pass
+  static constexpr int kValues = kDim / C::kSplit;                  // of this CTA
+  static constexpr int kPassValues = C::kWarps * 4 * C::kPassRows;  // rows of one pass
   static constexpr int kPasses = kValues / kPassValues;
   static constexpr int kWarpTokens = (C::kTokens + C::kWarps - 1) / C::kWarps;  // tokens of one warp
   static constexpr int kGateWarps = C::kWarps < 8 ? C::kWarps : 8;
@@ -91,9 +91,20 @@ struct Layout {
   static constexpr int kFolded = !C::kRecords ? 0 : kEntries < 8 ? kEntries : 8;
   static constexpr bool kNotes = C::kRecords && C::kTokens > 1;  // records its tokens
 
-  // Shared memory, bytes.
-  static constexpr int kWeights = kValues * kDim * 4;  // after the state: conv taps [4][128] of Q and of K,
-                                                       // [4][kValues] of V, norm weight [kValues]
+  // Eight lanes share a row of the state. In verify, where vectors of many tokens are loaded, those of the same keys
+  // lie side by side: four lanes that load the same 16 bytes take half the wavefronts that they take eight lanes apart.
+  static constexpr bool kVerify = C::kTokens > 1;
+  static constexpr int kLaneStride = kVerify ? 4 : 1;  // between the lanes of a row
+
+  // Shared memory, bytes. The state first, each pass in kParts parts, of which a warp has kPartRows rows each: in
+  // verify four, with 32 bytes behind each, so that lanes that load two pieces of 16 bytes of four rows meet no bank
+  // twice.
+  static constexpr int kParts = kVerify ? 4 : 1;
+  static constexpr int kPartValues = kPassValues / kParts;
+  static constexpr int kPartRows = kPartValues / C::kWarps;
+  static constexpr int kPartPitch = kPartValues * kDim * 4 + (kVerify ? 32 : 0);
+  static constexpr int kWeights = kPasses * kParts * kPartPitch;  // conv taps [4][128] of Q and of K, [4][kValues] of
+                                                                  // V, norm weight [kValues]
   static constexpr int kWeightBytes = (4 * (2 * kDim + kValues) + kValues) * 4;
   static constexpr int kVectors = kWeights + kWeightBytes;  // k, q, decay of each token
   static constexpr int kV = kVectors + C::kTokens * 3 * kDim * 4;
@@ -226,6 +237,10 @@ __device__ inline float4 multiplied(float4 a, float4 b) {
 __device__ inline float squares(float4 a) {
   return __fmaf_rn(a.w, a.w, __fmaf_rn(a.z, a.z, __fmaf_rn(a.x, a.x, __fmul_rn(a.y, a.y))));
 }
+// sum + a . b, each product fused.
+__device__ inline float dot_onto(float sum, float4 a, float4 b) {
+  return __fmaf_rn(a.w, b.w, __fmaf_rn(a.z, b.z, __fmaf_rn(a.y, b.y, __fmaf_rn(a.x, b.x, sum))));
+}
 __device__ inline float4 scaled(float4 a, float s) { return {a.x * s, a.y * s, a.z * s, a.w * s}; }
 __device__ inline float dot(float4 a, float4 b) { return a.x * b.x + a.y * b.y + a.z * b.z + a.w * b.w; }
 __device__ inline float warp_sum(float v) {
@@ -300,7 +315,7 @@ struct Gate {
   using L = Layout<C>;
   uint4 rows[L::kGateBlocks][2][4];  // of rows lane / 4 and lane / 4 + 8 of a block
   float dt_bias[L::kGateBlocks][2];
-  float a;
+  float a_log;
   uint4 f[4];                    // of token lane / 4
   u32 noted[L::kGateBlocks][2];  // g of two tokens, for their records
 
@@ -308,7 +323,7 @@ struct Gate {
     return (warp + block * L::kGateWarps) * 16 + half * 8 + lane / 4;
   }
   __device__ void load_weights(const Params& p, int head, int warp, int lane) {
-    a = expf(p.a_log[head]);
+    a_log = p.a_log[head];
 #pragma unroll
     for (int b = 0; b < L::kGateBlocks; ++b)
 #pragma unroll
@@ -331,6 +346,7 @@ struct Gate {
   // decay of every token to shared memory: vectors[t][2][j].
   __device__ void compute(const Params& p, i64 first_row, int head, bool writes_rounded, float* vectors, int warp,
                           int lane) {
+    const float a = expf(a_log);
 #pragma unroll
     for (int b = 0; b < L::kGateBlocks; ++b) {
       float g[4] = {};
@@ -364,13 +380,13 @@ struct Gate {
   }
 };
 
-// ---- Recurrence: eight lanes to a row v; a lane holds keys 32 i + 4 lane .. + 3 of its rows
+// ---- Recurrence: eight lanes to a row v; a lane holds keys 32 i + 4 row_lane .. + 3 of kPassRows rows side by side
 
 // k, q and decay of one token, this lane's keys.
 struct Vectors {
   float4 k[4], q[4], decay[4];
-  __device__ void load(const float* vectors, int t, int lane) {
-    const float4* from = reinterpret_cast<const float4*>(vectors + t * 3 * kDim) + lane;
+  __device__ void load(const float* vectors, int t, int row_lane) {
+    const float4* from = reinterpret_cast<const float4*>(vectors + t * 3 * kDim) + row_lane;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       k[i] = from[i * 8];
@@ -379,10 +395,39 @@ struct Vectors {
     }
   }
 };
-__device__ inline float row_sum(float v) {
+
+// Sums of kValues values over kLanes lanes, kStride apart, both powers of two: lane i gets that of value i * kValues /
+// kLanes. Each exchange halves what is left to add.
+template <int kLanes, int kValues, int kStride, int kSize>
+__device__ inline float sum_scattered(float (&v)[kSize], int lane) {
+  if constexpr (kLanes == 1) {
+    return v[0];
+  } else if constexpr (kValues == 1) {
+    v[0] += __shfl_xor_sync(~0u, v[0], kLanes / 2 * kStride);
+    return sum_scattered<kLanes / 2, 1, kStride>(v, lane);
+  } else {
+    const bool upper = lane & kLanes / 2;
 #pragma unroll
-  for (int i = 4; i > 0; i /= 2) v += __shfl_xor_sync(~0u, v, i);
-  return v;
+    for (int i = 0; i < kValues / 2; ++i) {
+      const float low = v[i], high = v[i + kValues / 2];
+      v[i] = (upper ? high : low) + __shfl_xor_sync(~0u, upper ? low : high, kLanes / 2 * kStride);
+    }
+    return sum_scattered<kLanes / 2, kValues / 2, kStride>(v, lane);
+  }
+}
+
+// Neighbouring values, one of each row of a thread.
+template <int kRows>
+__device__ inline void load_rows(float (&to)[kRows], const float* from) {
+  if constexpr (kRows == 4) {
+    const float4 v = *reinterpret_cast<const float4*>(from);
+    to[0] = v.x, to[1] = v.y, to[2] = v.z, to[3] = v.w;
+  } else if constexpr (kRows == 2) {
+    const float2 v = *reinterpret_cast<const float2*>(from);
+    to[0] = v.x, to[1] = v.y;
+  } else {
+    to[0] = *from;
+  }
 }
 
 // ---- Records (kda 5.5, 8)
@@ -414,16 +459,17 @@ __device__ inline bool is_stale(int accepted, int count) {
 template <class C>
 struct Recall {
   float4 dt_bias;
-  float a;
+  float a_log;
 
   __device__ void load_weights(const Params& p, int head, int lane) {
     const float* from = p.dt_bias + head * kDim + lane * 4;  // aligned to 4 bytes
     dt_bias = {from[0], from[1], from[2], from[3]};
-    a = expf(p.a_log[head]);
+    a_log = p.a_log[head];
   }
   // To row[0] and row[1], where the raw values may lie once every lane has its own.
   __device__ void compute(const Params& p, uint2 k_raw, uint2 g_raw, float* row, int lane) const {
     const float4 k = widen(k_raw), g = widen(g_raw);
+    const float a = expf(a_log);
     const float k_scale = rsqrtf(warp_sum(squares(k)) + 1e-6f);
     float4* to = reinterpret_cast<float4*>(row) + lane;
     to[0] = scaled(k, k_scale);
@@ -462,11 +508,15 @@ __device__ inline void load_weights(const Params& p, u32 to, int head, int first
 // The state of this CTA's values, a pass at a time.
 template <class C>
 __device__ inline void load_state(const Params& p, u32 to, int source, int first_value, u32 barriers) {
-  constexpr int kBytes = Layout<C>::kPassValues * kDim * 4;
+  using L = Layout<C>;
+  constexpr int kBytes = L::kPartValues * kDim * 4;
   const float* from = p.state + source * p.state_stride + i64(first_value) * kDim;
-  for (int i = 0; i < Layout<C>::kPasses; ++i) {
-    barrier_arrive_expect(barriers + i * 8, kBytes);
-    bulk_load(to + i * kBytes, from + i * Layout<C>::kPassValues * kDim, kBytes, barriers + i * 8);
+#pragma unroll
+  for (int pass = 0; pass < L::kPasses; ++pass) {
+    barrier_arrive_expect(barriers + pass * 8, L::kParts * kBytes);
+#pragma unroll
+    for (int part = pass * L::kParts; part < (pass + 1) * L::kParts; ++part)
+      bulk_load(to + part * L::kPartPitch, from + part * L::kPartValues * kDim, kBytes, barriers + pass * 8);
   }
 }
 // The records of `tokens` tokens: k and g in the first half of the rows that they become, u of this CTA's values.
@@ -510,9 +560,10 @@ __device__ inline void kda_step(const Params& p) {
   const i64 n = unit / C::kHeads;
   const int first_value = head * kDim + rank * L::kValues;  // of the D
   const u16* rows = p.projected + n * C::kTokens * C::kRowStride;
-  const bool has_values = lane * 4 < L::kValues;                              // four per lane
-  constexpr int kLoaderWarp = C::kWarps / 2, kRecordsWarp = kLoaderWarp + 1;  // their copies are issued side by side
-  const int v_warp = C::kWarps - 1 - warp;  // tokens are given to warps in rising order for q and k, falling for v
+  const bool has_values = lane * 4 < L::kValues;  // four per lane
+  constexpr int kLoaderWarp = L::kGateWarps / 2,
+                kRecordsWarp = kLoaderWarp + 1;  // their copies are issued side by side
+  const int v_warp = C::kWarps - 1 - warp;       // tokens are given to warps in rising order for q and k, falling for v
 
   pdl_launch();
   if (warp == kLoaderWarp && elect_one()) {
@@ -539,6 +590,9 @@ __device__ inline void kda_step(const Params& p) {
 
   // A warp has tokens of q and k, of v, or of both.
   constexpr bool kBoth = 2 * C::kTokens > C::kWarps;
+  // The state would hold up what the convolution reads; behind that it comes while the warps compute. Where a state per
+  // token is stored this gains nothing, and early caches are there to come early.
+  constexpr bool kLateState = L::kNotes && !C::kEarlyCaches;
   const bool has_qk = warp < C::kTokens;
   const bool has_v = v_warp < C::kTokens && has_values;
   const int q_channel = head * kDim + lane * 4;
@@ -560,7 +614,8 @@ __device__ inline void kda_step(const Params& p) {
       if (warp == kRecordsWarp && elect_one()) load_records<C>(records, tokens, state_smem, rank, records_barrier);
       __syncwarp();
     }
-    if (warp == kLoaderWarp && elect_one()) load_state<C>(p, state_smem, r.source, first_value, state_barriers);
+    if (!kLateState && warp == kLoaderWarp && elect_one())
+      load_state<C>(p, state_smem, r.source, first_value, state_barriers);
     __syncwarp();
     if (has_qk) {
       q_window.load_history(line, r.accepted, warp, q_channel);
@@ -599,7 +654,8 @@ __device__ inline void kda_step(const Params& p) {
     __syncthreads();  // the barriers are initialised; copies under way must land before the CTA ends
     wait_arrival(weights_barrier);
     if (r.readable) {
-      for (int i = 0; i < L::kPasses; ++i) wait_arrival(state_barriers + i * 8);
+      if (!kLateState)
+        for (int i = 0; i < L::kPasses; ++i) wait_arrival(state_barriers + i * 8);
       if constexpr (C::kRecords) wait_arrival(records_barrier);
     }
     __syncwarp();
@@ -629,6 +685,8 @@ __device__ inline void kda_step(const Params& p) {
     }
     pending = r.count > 0 ? r.accepted : 0;
   }
+  if (kLateState && warp == kLoaderWarp && elect_one())
+    load_state<C>(p, state_smem, r.source, first_value, state_barriers);
   __syncthreads();  // the barriers are initialised
   wait_arrival(weights_barrier);
   uint2 noted_k[2];  // of at most two tokens, for their records
@@ -688,76 +746,105 @@ __device__ inline void kda_step(const Params& p) {
 
   // ---- Delta rule
 
-  const int row_lane = lane % 8;
-  const int group = threadIdx.x / 8;
+  const int row_lane = L::kVerify ? lane / 4 : lane % 8;
+  const int lane_row = L::kVerify ? lane % 4 : lane / 8;
+  // Sums of S k come to lanes 0 .. 3 of a row, of S q to the others, each of own_row of the thread's rows.
+  constexpr int kSame = 4 / C::kPassRows;  // lanes that have the same sum
+  const int own_row = row_lane % 4 / kSame;
+  const bool owns = row_lane % kSame == 0, has_o = row_lane >= 4;
+  const auto lane_of = [&](int row_lane) { return L::kVerify ? row_lane * 4 + lane_row : row_lane + lane_row * 8; };
+  // The copy unit stores in no order: of two states for one slot the second waits for the first.
+  const bool slots_repeat =
+      L::kVerify && !L::kNotes &&
+      __any_sync(~0u, __popc(__match_any_sync(~0u, lane < C::kTokens ? r.window_slots : -1 - lane)) > 1);
   Vectors token;
-  if constexpr (C::kTokens == 1) token.load(vectors, 0, row_lane);
+  constexpr bool kLoadedOnce = !L::kVerify && L::kPasses > 1;
+  if constexpr (kLoadedOnce) token.load(vectors, 0, row_lane);
 #pragma unroll
   for (int pass = 0; pass < L::kPasses; ++pass) {
     wait_arrival(state_barriers + pass * 8);
-    const int first = pass * L::kPassValues + group;
+    const int first_part = pass * L::kParts, row_of_part = warp * L::kPartRows;  // of this warp
+    const int part = L::kVerify ? first_part + lane_row : first_part;
+    const int row = row_of_part + (L::kVerify ? 0 : lane_row * C::kPassRows);
+    const int first = part * L::kPartValues + row;
+    const u32 rows_smem = state_smem + part * L::kPartPitch + (row * kDim + row_lane * 4) * 4;
     float4 s[C::kPassRows][4];
 #pragma unroll
     for (int g = 0; g < C::kPassRows; ++g)
 #pragma unroll
-      for (int i = 0; i < 4; ++i)
-        s[g][i] = load_shared_float4(state_smem + ((first + g * L::kGroups) * (kDim / 4) + i * 8 + row_lane) * 16);
+      for (int i = 0; i < 4; ++i) s[g][i] = load_shared_float4(rows_smem + (g * kDim + i * 32) * 4);
+    const auto store_state = [&](int slot) {
+      if constexpr (!L::kVerify) {
+        float* to = p.state + slot * p.state_stride + i64(first_value + first) * kDim + row_lane * 4;
+#pragma unroll
+        for (int g = 0; g < C::kPassRows; ++g)
+#pragma unroll
+          for (int i = 0; i < 4; ++i) store_streaming(to + g * kDim + i * 32, s[g][i]);
+        return;
+      }
+      // By way of shared memory: the copy unit stores while the warp goes on.
+      if (elect_one()) {  // until the last state of these rows has left them, or lies where this one goes
+        if (slots_repeat) bulk_wait();
+        else bulk_wait_read();
+      }
+      __syncwarp();
+#pragma unroll
+      for (int g = 0; g < C::kPassRows; ++g)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) store_shared_float4(rows_smem + (g * kDim + i * 32) * 4, s[g][i]);
+      fence_proxy_async();
+      __syncwarp();
+      if (elect_one()) {
+        float* to = p.state + slot * p.state_stride + i64(first_value + row_of_part) * kDim;
+#pragma unroll
+        for (int i = first_part; i < first_part + L::kParts; ++i)
+          bulk_store(to + i * L::kPartValues * kDim, state_smem + i * L::kPartPitch + row_of_part * kDim * 4,
+                     L::kPartRows * kDim * 4);
+        bulk_commit();
+      }
+      __syncwarp();
+    };
     if constexpr (C::kRecords) {
 #pragma unroll 1
       for (int t = 0; t < pending; ++t) {
         float u[C::kPassRows];
-#pragma unroll
-        for (int g = 0; g < C::kPassRows; ++g) u[g] = o_smem[t * L::kValues + first + g * L::kGroups];
+        load_rows(u, o_smem + t * L::kValues + first);
         fold_token(s, recalled + t * 2 * kDim, u, row_lane);
       }
-      if (C::kTokens > 1 && pending > 0) {
-        float* to = p.state + r.line * p.state_stride + i64(first_value + first) * kDim + row_lane * 4;
-#pragma unroll
-        for (int g = 0; g < C::kPassRows; ++g)
-#pragma unroll
-          for (int i = 0; i < 4; ++i) store_streaming(to + g * L::kGroups * kDim + i * 32, s[g][i]);
-      }
+      if (L::kVerify && pending > 0) store_state(r.line);
       __syncwarp();  // the rows' u are read: o takes their place
     }
 #pragma unroll 1
     for (int t = 0; t < r.length; ++t) {
-      if constexpr (C::kTokens > 1) token.load(vectors, t, row_lane);
+      if constexpr (!kLoadedOnce) token.load(vectors, t, row_lane);
       const float2 scalar = scalars[t];
-      float* to = nullptr;
-      bool stores = false;
-      if constexpr (!L::kNotes) {
-        const int slot = __shfl_sync(~0u, r.window_slots, t);
-        to = p.state + slot * p.state_stride + i64(first_value + first) * kDim + row_lane * 4;
-        stores = C::kTokens == 1 || is_live(p, slot);
-      }
-      float noted_u[C::kPassRows];
+      float* own_v = v_smem + t * L::kValues + first + own_row;
+      const float v = *own_v;
+      float sums[2 * C::kPassRows] = {};  // S k and S q
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+#pragma unroll
+        for (int g = 0; g < C::kPassRows; ++g) {
+          s[g][i] = multiplied(s[g][i], token.decay[i]);
+          sums[g] = dot_onto(sums[g], s[g][i], token.k[i]);
+          sums[C::kPassRows + g] = dot_onto(sums[C::kPassRows + g], s[g][i], token.q[i]);
+        }
+      const float sum = sum_scattered<8, 2 * C::kPassRows, L::kLaneStride>(sums, row_lane);
+      const float own_u = __shfl_sync(~0u, scalar.x * (v - sum), lane_of(row_lane % 4));
 #pragma unroll
       for (int g = 0; g < C::kPassRows; ++g) {
-        float pk = 0, oq = 0;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          s[g][i] = multiplied(s[g][i], token.decay[i]);
-          pk += dot(s[g][i], token.k[i]);
-          oq += dot(s[g][i], token.q[i]);
-        }
-        pk = row_sum(pk), oq = row_sum(oq);
-        const int value = first + g * L::kGroups;
-        const float u = scalar.x * (v_smem[t * L::kValues + value] - pk);
-        noted_u[g] = u;
+        const float u = __shfl_sync(~0u, own_u, lane_of(g * kSame));
 #pragma unroll
         for (int i = 0; i < 4; ++i) s[g][i] = multiply_add({u, u, u, u}, token.k[i], s[g][i]);
-        if (row_lane == 0) o_smem[t * L::kValues + value] = round_bf16(oq + u * scalar.y);
-        if (stores)
-#pragma unroll
-          for (int i = 0; i < 4; ++i) store_streaming(to + g * L::kGroups * kDim + i * 32, s[g][i]);
       }
+      if (owns && has_o) o_smem[t * L::kValues + first + own_row] = round_bf16(__fmaf_rn(own_u, scalar.y, sum));
       if constexpr (L::kNotes) {
         __syncwarp();  // the rows' lanes have read v
-#pragma unroll
-        for (int g = 0; g < C::kPassRows; ++g)
-          if (row_lane == 0) v_smem[t * L::kValues + first + g * L::kGroups] = noted_u[g];
+        if (owns && !has_o) *own_v = own_u;
+      } else {
+        const int slot = __shfl_sync(~0u, r.window_slots, t);
+        if (!L::kVerify || is_live(p, slot)) store_state(slot);
       }
-      if constexpr (C::kTokens == 1) break;
     }
   }
 
@@ -817,6 +904,7 @@ __device__ inline void kda_step(const Params& p) {
       }
     }
   }
+  if (L::kVerify && elect_one()) bulk_wait_read();  // shared memory stays until the states have left it
   if (!has_values) return;
 #pragma unroll
   for (int i = 0; i < L::kWarpTokens; ++i) {

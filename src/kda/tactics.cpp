@@ -14,7 +14,7 @@ namespace {
 
 constexpr int kSplits[] = {1, 2, 4, 8};
 constexpr int kWarpCounts[] = {4, 8, 16};
-constexpr int kPassRows[] = {1, 2};
+constexpr int kPassRows[] = {1, 2, 4};
 
 int values_of(const KdaTactic& t) { return kKdaHeadDim / t.split; }
 int pass_values(const KdaTactic& t) { return t.warps * 4 * t.pass_rows; }  // eight lanes to a row
@@ -57,7 +57,8 @@ int kda_smem_bytes(int tokens, const KdaTactic& t, int folded) {
   const int values = values_of(t);
   const int weights = kKdaConvWidth * (2 * kKdaHeadDim + values) + values;  // conv taps, norm
   const int of_tokens = tokens * (3 * kKdaHeadDim + values + 2) + std::max(tokens, folded) * values + t.split * tokens;
-  const int floats = values * kKdaHeadDim + weights + of_tokens + folded * 2 * kKdaHeadDim;
+  const int state = values * kKdaHeadDim + (tokens > 1 ? values / pass_values(t) * 4 * 8 : 0);  // parts, 32 bytes apart
+  const int floats = state + weights + of_tokens + folded * 2 * kKdaHeadDim;
   return (floats * 4 + 7) / 8 * 8 + (values / pass_values(t) + 2 + (folded > 0)) * 8;
 }
 
@@ -67,7 +68,7 @@ Status kda_tactic_valid(const KdaTactic& t, int tokens, const DeviceFacts& facts
   };
   if (!one_of(kSplits, t.split)) return invalid("split", t.split, "1, 2, 4, 8");
   if (!one_of(kWarpCounts, t.warps)) return invalid("warps", t.warps, "4, 8, 16");
-  if (!one_of(kPassRows, t.pass_rows)) return invalid("pass_rows", t.pass_rows, "1, 2");
+  if (!one_of(kPassRows, t.pass_rows)) return invalid("pass_rows", t.pass_rows, "1, 2, 4");
   if (t.split > 1 && facts.arch == 120) return invalid("split", t.split, "1 on this architecture");
   if (values_of(t) % pass_values(t) != 0)
     return invalid("pass_rows", t.pass_rows,

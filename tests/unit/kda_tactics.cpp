@@ -29,7 +29,7 @@ TEST(KdaTactics, numbers_outside_their_lists_are_refused_by_name) {
   for (int split : {-1, 0, 3, 5, 16}) expect_refusal({split, 4, 1}, 1, hopper(), "split = " + std::to_string(split));
   for (int warps : {-4, 0, 1, 2, 12, 32})
     expect_refusal({1, warps, 1}, 1, hopper(), "warps = " + std::to_string(warps));
-  for (int rows : {-1, 0, 3, 4, 8}) expect_refusal({1, 4, rows}, 1, hopper(), "pass_rows = " + std::to_string(rows));
+  for (int rows : {-1, 0, 3, 5, 8}) expect_refusal({1, 4, rows}, 1, hopper(), "pass_rows = " + std::to_string(rows));
 }
 
 TEST(KdaTactics, a_cta_owns_whole_passes) {
@@ -82,9 +82,12 @@ TEST(KdaTactics, shared_memory_holds_the_state_of_a_cta_and_grows_with_the_token
     const int state = 128 / tactic.split * 128 * 4;
     EXPECT_GE(kda_smem_bytes(1, tactic), state);
     EXPECT_LE(kda_smem_bytes(kKdaMaxTokens, tactic), state + 32768);
-    const int token = kda_smem_bytes(2, tactic) - kda_smem_bytes(1, tactic);
+    const int token = kda_smem_bytes(3, tactic) - kda_smem_bytes(2, tactic);
     EXPECT_GE(token, 3 * 128 * 4);  // q, k and decay
-    for (int tokens = 2; tokens <= kKdaMaxTokens; ++tokens) {
+    // In verify 32 bytes behind each of the four parts of a pass.
+    const int passes = 128 / tactic.split / (tactic.warps * 4 * tactic.pass_rows);
+    EXPECT_NEAR(kda_smem_bytes(2, tactic) - kda_smem_bytes(1, tactic), token + passes * 4 * 32, 8);
+    for (int tokens = 3; tokens <= kKdaMaxTokens; ++tokens) {
       const int step = kda_smem_bytes(tokens, tactic) - kda_smem_bytes(tokens - 1, tactic);
       EXPECT_NEAR(step, token, 8);  // but for rounding
     }
@@ -98,13 +101,17 @@ TEST(KdaTactics, records_ask_for_room_and_every_split_has_it) {
   EXPECT_EQ(kda_folded(StateMode::kRecords, 6), 4);
   EXPECT_EQ(kda_folded(StateMode::kRecords, 40), 8);
   for (const DeviceFacts& facts : {hopper(), consumer()})
-    for (int tokens = 1; tokens <= kKdaMaxTokens; ++tokens)
+    for (int tokens = 1; tokens <= kKdaMaxTokens; ++tokens) {
+      std::set<int> splits, splits_with_room;
       for (const KdaTactic& tactic : valid_kda_tactics(tokens, facts)) {
         // k and decay of each folded token; u lies where o will be.
         const int room = kda_smem_bytes(tokens, tactic, 8) - kda_smem_bytes(tokens, tactic);
         EXPECT_EQ(room, 8 * 1024 + (8 - tokens) * (128 / tactic.split) * 4 + 8) << to_string(tactic);
-        EXPECT_TRUE(kda_tactic_valid(tactic, tokens, facts, 8).ok()) << to_string(tactic) << ", " << tokens;
+        splits.insert(tactic.split);
+        if (kda_tactic_valid(tactic, tokens, facts, 8).ok()) splits_with_room.insert(tactic.split);
       }
+      EXPECT_EQ(splits_with_room, splits) << tokens << " tokens on " << facts.arch;
+    }
 }
 
 // ---- The rule
