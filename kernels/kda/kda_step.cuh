@@ -315,7 +315,7 @@ struct Gate {
   using L = Layout<C>;
   uint4 rows[L::kGateBlocks][2][4];  // of rows lane / 4 and lane / 4 + 8 of a block
   float dt_bias[L::kGateBlocks][2];
-  float a_log;
+  float a;
   uint4 f[4];                    // of token lane / 4
   u32 noted[L::kGateBlocks][2];  // g of two tokens, for their records
 
@@ -323,7 +323,7 @@ struct Gate {
     return (warp + block * L::kGateWarps) * 16 + half * 8 + lane / 4;
   }
   __device__ void load_weights(const Params& p, int head, int warp, int lane) {
-    a_log = p.a_log[head];
+    a = expf(p.a_log[head]);
 #pragma unroll
     for (int b = 0; b < L::kGateBlocks; ++b)
 #pragma unroll
@@ -346,7 +346,6 @@ struct Gate {
   // decay of every token to shared memory: vectors[t][2][j].
   __device__ void compute(const Params& p, i64 first_row, int head, bool writes_rounded, float* vectors, int warp,
                           int lane) {
-    const float a = expf(a_log);
 #pragma unroll
     for (int b = 0; b < L::kGateBlocks; ++b) {
       float g[4] = {};
@@ -753,10 +752,6 @@ __device__ inline void kda_step(const Params& p) {
   const int own_row = row_lane % 4 / kSame;
   const bool owns = row_lane % kSame == 0, has_o = row_lane >= 4;
   const auto lane_of = [&](int row_lane) { return L::kVerify ? row_lane * 4 + lane_row : row_lane + lane_row * 8; };
-  // The copy unit stores in no order: of two states for one slot the second waits for the first.
-  const bool slots_repeat =
-      L::kVerify && !L::kNotes &&
-      __any_sync(~0u, __popc(__match_any_sync(~0u, lane < C::kTokens ? r.window_slots : -1 - lane)) > 1);
   Vectors token;
   constexpr bool kLoadedOnce = !L::kVerify && L::kPasses > 1;
   if constexpr (kLoadedOnce) token.load(vectors, 0, row_lane);
@@ -773,7 +768,7 @@ __device__ inline void kda_step(const Params& p) {
     for (int g = 0; g < C::kPassRows; ++g)
 #pragma unroll
       for (int i = 0; i < 4; ++i) s[g][i] = load_shared_float4(rows_smem + (g * kDim + i * 32) * 4);
-    const auto store_state = [&](int slot) {
+    const auto store_state = [&](int slot, bool again) {
       if constexpr (!L::kVerify) {
         float* to = p.state + slot * p.state_stride + i64(first_value + first) * kDim + row_lane * 4;
 #pragma unroll
@@ -783,8 +778,8 @@ __device__ inline void kda_step(const Params& p) {
         return;
       }
       // By way of shared memory: the copy unit stores while the warp goes on.
-      if (elect_one()) {  // until the last state of these rows has left them, or lies where this one goes
-        if (slots_repeat) bulk_wait();
+      if (elect_one()) {  // until the state before has left these rows, or lies where this one goes
+        if (again) bulk_wait();
         else bulk_wait_read();
       }
       __syncwarp();
@@ -811,7 +806,7 @@ __device__ inline void kda_step(const Params& p) {
         load_rows(u, o_smem + t * L::kValues + first);
         fold_token(s, recalled + t * 2 * kDim, u, row_lane);
       }
-      if (L::kVerify && pending > 0) store_state(r.line);
+      if (L::kVerify && pending > 0) store_state(r.line, false);
       __syncwarp();  // the rows' u are read: o takes their place
     }
 #pragma unroll 1
@@ -843,7 +838,9 @@ __device__ inline void kda_step(const Params& p) {
         if (owns && !has_o) *own_v = own_u;
       } else {
         const int slot = __shfl_sync(~0u, r.window_slots, t);
-        if (!L::kVerify || is_live(p, slot)) store_state(slot);
+        // The copy unit stores in no order: the second of two states for one slot waits for the first.
+        const bool again = L::kVerify && __any_sync(~0u, lane < t && r.window_slots == slot);
+        if (!L::kVerify || is_live(p, slot)) store_state(slot, again);
       }
     }
   }
