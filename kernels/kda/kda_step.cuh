@@ -140,14 +140,17 @@ enum Counter { kBadAccepted, kBadSlot, kBadLength, kStaleRecords };
 
 __device__ inline bool is_live(const Params& p, int slot) { return slot >= p.first_live_slot && slot < p.num_slots; }
 
-// Every lane of a warp is here. The loads come first, what depends on them later: other loads go between.
+// Every lane of a warp is here. The loads come first, what depends on them later: other loads go between. So one lane
+// loads what all are to know: a number that every lane loads goes to a uniform register, and the warp waits for it
+// there.
 __device__ inline void load_slots(Request& r, const Params& p, i64 n, int lane) {
   r.window_slots = lane < p.window ? p.slots[n * p.slots_stride + lane] : -1;
-  r.accepted = p.accepted != nullptr ? p.accepted[n] : 1;
+  r.accepted = p.accepted != nullptr && lane == 0 ? p.accepted[n] : 1;
 }
 template <class C>
 __device__ inline void resolve_slots(Request& r, const Params& p, i64 n) {
   r.line = __shfl_sync(~0u, r.window_slots, 0);
+  r.accepted = __shfl_sync(~0u, r.accepted, 0);
   if constexpr (C::kRecords) {
     r.source = r.line;
     r.readable = r.accepted >= 1 && r.accepted <= Layout<C>::kEntries && is_live(p, r.line);
@@ -315,7 +318,7 @@ struct Gate {
   using L = Layout<C>;
   uint4 rows[L::kGateBlocks][2][4];  // of rows lane / 4 and lane / 4 + 8 of a block
   float dt_bias[L::kGateBlocks][2];
-  float a;
+  float a;                       // A_log until it is known
   uint4 f[4];                    // of token lane / 4
   u32 noted[L::kGateBlocks][2];  // g of two tokens, for their records
 
@@ -323,7 +326,7 @@ struct Gate {
     return (warp + block * L::kGateWarps) * 16 + half * 8 + lane / 4;
   }
   __device__ void load_weights(const Params& p, int head, int warp, int lane) {
-    a = expf(p.a_log[head]);
+    a = p.a_log[head];
 #pragma unroll
     for (int b = 0; b < L::kGateBlocks; ++b)
 #pragma unroll
@@ -343,6 +346,7 @@ struct Gate {
       if (lane / 4 < C::kTokens) f[i] = *reinterpret_cast<const uint4*>(from + i * 32);
     }
   }
+  __device__ void finish_weights() { a = expf(a); }
   // decay of every token to shared memory: vectors[t][2][j].
   __device__ void compute(const Params& p, i64 first_row, int head, bool writes_rounded, float* vectors, int warp,
                           int lane) {
@@ -458,17 +462,17 @@ __device__ inline bool is_stale(int accepted, int count) {
 template <class C>
 struct Recall {
   float4 dt_bias;
-  float a_log;
+  float a;  // A_log until it is known
 
   __device__ void load_weights(const Params& p, int head, int lane) {
     const float* from = p.dt_bias + head * kDim + lane * 4;  // aligned to 4 bytes
     dt_bias = {from[0], from[1], from[2], from[3]};
-    a_log = p.a_log[head];
+    a = p.a_log[head];
   }
+  __device__ void finish_weights() { a = expf(a); }
   // To row[0] and row[1], where the raw values may lie once every lane has its own.
   __device__ void compute(const Params& p, uint2 k_raw, uint2 g_raw, float* row, int lane) const {
     const float4 k = widen(k_raw), g = widen(g_raw);
-    const float a = expf(a_log);
     const float k_scale = rsqrtf(warp_sum(squares(k)) + 1e-6f);
     float4* to = reinterpret_cast<float4*>(row) + lane;
     to[0] = scaled(k, k_scale);
@@ -608,7 +612,7 @@ __device__ inline void kda_step(const Params& p) {
     if constexpr (C::kRecords) {
       // Not after the count, which would be a trip to memory more: what is not folded is not used.
       const Records<C> records(p, r.line, head);
-      r.count = *records.count;
+      r.count = lane == 0 ? *records.count : 0;
       const int tokens = r.accepted <= L::kFolded ? r.accepted : 0;
       if (warp == kRecordsWarp && elect_one()) load_records<C>(records, tokens, state_smem, rank, records_barrier);
       __syncwarp();
@@ -638,6 +642,10 @@ __device__ inline void kda_step(const Params& p) {
     k_window.load_inputs(rows, warp, k_channel);
   }
   if (has_v) v_window.load_inputs(rows, v_warp, v_channel);
+  // Not where they are loaded: the warp would wait before it asks for anything else.
+  if (gates) gate.finish_weights();
+  if constexpr (C::kRecords)
+    if (v_warp < L::kFolded) recall.finish_weights();
   if constexpr (!C::kEarlyCaches) read_caches();
   read_length<C>(r, p, n, head == 0 && rank == 0 && threadIdx.x == 0);
 
@@ -676,6 +684,7 @@ __device__ inline void kda_step(const Params& p) {
   if (gates) gate.compute(p, n * C::kTokens, head, writes_rounded && rank == 0, vectors, warp, lane);
   int pending = 0;  // recorded tokens to fold
   if constexpr (C::kRecords) {
+    r.count = __shfl_sync(~0u, r.count, 0);
     if (is_stale<C>(r.accepted, r.count)) {
       if (p.counters != nullptr && head == 0 && rank == 0 && threadIdx.x == 0)
         atomicAdd(p.counters + kStaleRecords, 1u);

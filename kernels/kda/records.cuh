@@ -59,6 +59,7 @@ __device__ inline void kda_fold(const FoldParams& params) {
   if (moves) {
     Recall<C> recall;
     recall.load_weights(p, head, lane);
+    recall.finish_weights();
     for (int t = warp; t < pending; t += kFoldThreads / 32)
       recall.compute(p, load_four(records.k(t) + lane * 4), load_four(records.g(t) + lane * 4), recalled + t * 2 * kDim,
                      lane);
