@@ -513,8 +513,9 @@ template <class C>
 __device__ inline void load_state(const Params& p, u32 to, int source, int first_value, u32 barriers) {
   using L = Layout<C>;
   constexpr int kBytes = L::kPartValues * kDim * 4;
+  constexpr int kUnrolled = L::kPasses > 2 ? 1 : L::kPasses;  // more addresses than registers hold
   const float* from = p.state + source * p.state_stride + i64(first_value) * kDim;
-#pragma unroll
+#pragma unroll kUnrolled
   for (int pass = 0; pass < L::kPasses; ++pass) {
     barrier_arrive_expect(barriers + pass * 8, L::kParts * kBytes);
 #pragma unroll
