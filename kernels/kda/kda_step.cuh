@@ -318,7 +318,6 @@ struct Gate {
   using L = Layout<C>;
   uint4 rows[L::kGateBlocks][2][4];  // of rows lane / 4 and lane / 4 + 8 of a block
   float dt_bias[L::kGateBlocks][2];
-  float a;                       // A_log until it is known
   uint4 f[4];                    // of token lane / 4
   u32 noted[L::kGateBlocks][2];  // g of two tokens, for their records
 
@@ -326,7 +325,6 @@ struct Gate {
     return (warp + block * L::kGateWarps) * 16 + half * 8 + lane / 4;
   }
   __device__ void load_weights(const Params& p, int head, int warp, int lane) {
-    a = p.a_log[head];
 #pragma unroll
     for (int b = 0; b < L::kGateBlocks; ++b)
 #pragma unroll
@@ -346,10 +344,9 @@ struct Gate {
       if (lane / 4 < C::kTokens) f[i] = *reinterpret_cast<const uint4*>(from + i * 32);
     }
   }
-  __device__ void finish_weights() { a = expf(a); }
   // decay of every token to shared memory: vectors[t][2][j].
-  __device__ void compute(const Params& p, i64 first_row, int head, bool writes_rounded, float* vectors, int warp,
-                          int lane) {
+  __device__ void compute(const Params& p, i64 first_row, int head, float a, bool writes_rounded, float* vectors,
+                          int warp, int lane) {
 #pragma unroll
     for (int b = 0; b < L::kGateBlocks; ++b) {
       float g[4] = {};
@@ -462,16 +459,13 @@ __device__ inline bool is_stale(int accepted, int count) {
 template <class C>
 struct Recall {
   float4 dt_bias;
-  float a;  // A_log until it is known
 
   __device__ void load_weights(const Params& p, int head, int lane) {
     const float* from = p.dt_bias + head * kDim + lane * 4;  // aligned to 4 bytes
     dt_bias = {from[0], from[1], from[2], from[3]};
-    a = p.a_log[head];
   }
-  __device__ void finish_weights() { a = expf(a); }
   // To row[0] and row[1], where the raw values may lie once every lane has its own.
-  __device__ void compute(const Params& p, uint2 k_raw, uint2 g_raw, float* row, int lane) const {
+  __device__ void compute(const Params& p, float a, uint2 k_raw, uint2 g_raw, float* row, int lane) const {
     const float4 k = widen(k_raw), g = widen(g_raw);
     const float k_scale = rsqrtf(warp_sum(squares(k)) + 1e-6f);
     float4* to = reinterpret_cast<float4*>(row) + lane;
@@ -584,6 +578,7 @@ __device__ inline void kda_step(const Params& p) {
   __syncwarp();
   if constexpr (C::kSplit > 1) cluster_arrive();  // this CTA runs, and its barriers are initialised
   const bool gates = warp < L::kGateWarps;
+  float a = p.a_log[head];  // A_log until there is time for exp
   Gate<C> gate;
   if (gates) gate.load_weights(p, head, warp, lane);
   Recall<C> recall;
@@ -596,7 +591,7 @@ __device__ inline void kda_step(const Params& p) {
   constexpr bool kBoth = 2 * C::kTokens > C::kWarps;
   // The state would hold up what the convolution reads; behind that it comes while the warps compute. Where a state per
   // token is stored this gains nothing, and early caches are there to come early.
-  constexpr bool kLateState = L::kNotes && !C::kEarlyCaches;
+  constexpr bool kLateState = L::kNotes && C::kTokens > 4 && !C::kEarlyCaches;
   const bool has_qk = warp < C::kTokens;
   const bool has_v = v_warp < C::kTokens && has_values;
   const int q_channel = head * kDim + lane * 4;
@@ -644,9 +639,7 @@ __device__ inline void kda_step(const Params& p) {
   }
   if (has_v) v_window.load_inputs(rows, v_warp, v_channel);
   // Not where they are loaded: the warp would wait before it asks for anything else.
-  if (gates) gate.finish_weights();
-  if constexpr (C::kRecords)
-    if (v_warp < L::kFolded) recall.finish_weights();
+  a = expf(a);
   if constexpr (!C::kEarlyCaches) read_caches();
   read_length<C>(r, p, n, head == 0 && rank == 0 && threadIdx.x == 0);
 
@@ -682,7 +675,7 @@ __device__ inline void kda_step(const Params& p) {
     if (t < r.length && has_values)
       z[i] = load_four(rows + i64(t) * C::kRowStride + 3 * L::kChannels + first_value + lane * 4);
   }
-  if (gates) gate.compute(p, n * C::kTokens, head, writes_rounded && rank == 0, vectors, warp, lane);
+  if (gates) gate.compute(p, n * C::kTokens, head, a, writes_rounded && rank == 0, vectors, warp, lane);
   int pending = 0;  // recorded tokens to fold
   if constexpr (C::kRecords) {
     r.count = __shfl_sync(~0u, r.count, 0);
@@ -740,7 +733,7 @@ __device__ inline void kda_step(const Params& p) {
       const uint2 k_raw = load_four(reinterpret_cast<const u16*>(row) + lane * 4);
       const uint2 g_raw = load_four(reinterpret_cast<const u16*>(row + kDim) + lane * 4);
       __syncwarp();  // every lane has read
-      recall.compute(p, k_raw, g_raw, row, lane);
+      recall.compute(p, a, k_raw, g_raw, row, lane);
     }
   }
   // Every token's vectors are there, and every warp of this CTA has read the line, and the taps.

@@ -59,9 +59,9 @@ __device__ inline void kda_fold(const FoldParams& params) {
   if (moves) {
     Recall<C> recall;
     recall.load_weights(p, head, lane);
-    recall.finish_weights();
+    const float a = expf(p.a_log[head]);
     for (int t = warp; t < pending; t += kFoldThreads / 32)
-      recall.compute(p, load_four(records.k(t) + lane * 4), load_four(records.g(t) + lane * 4), recalled + t * 2 * kDim,
+      recall.compute(p, a, load_four(records.k(t) + lane * 4), load_four(records.g(t) + lane * 4), recalled + t * 2 * kDim,
                      lane);
     if (warp < 3)
 #pragma unroll
