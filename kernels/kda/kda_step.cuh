@@ -113,7 +113,8 @@ struct Layout {
   static constexpr int kScalars = kRecalled + kFolded * 2 * kDim * 4;  // beta and k . q of each token
   static constexpr int kSums = kScalars + C::kTokens * 8;              // of squares: [split][tokens]
   static constexpr int kBarriers = (kSums + C::kSplit * C::kTokens * 4 + 7) / 8 * 8;
-  static constexpr int kSmemBytes = kBarriers + (kPasses + 2 + C::kRecords) * 8;
+  static constexpr int kCount = kBarriers + (kPasses + 2) * 8;  // of the head's records
+  static constexpr int kSmemBytes = kCount + C::kRecords * 8;
   // k and g of each token as BF16, for its record: where the taps were.
   static constexpr int kNoted = kWeights;
   static_assert(!kNotes || C::kTokens * 2 * kDim * 2 <= 4 * (2 * kDim + kValues) * 4);
@@ -134,7 +135,6 @@ struct Request {
   int length;
   bool readable;  // line, source and accepted are good
   bool live;      // and so is length, which is not 0
-  int count;      // with kRecords, of the head: tokens that are recorded
 };
 enum Counter { kBadAccepted, kBadSlot, kBadLength, kStaleRecords };
 
@@ -194,40 +194,33 @@ __device__ inline uint2 narrow(float4 v) { return {pack_bf16(v.x, v.y), pack_bf1
 __device__ inline uint2 load_four(const u16* from) { return *reinterpret_cast<const uint2*>(from); }
 __device__ inline void store_four(u16* to, uint2 raw) { *reinterpret_cast<uint2*>(to) = raw; }
 
-// Position `position` of four channels in a line.
+// Position `position` of four channels in a line; of a position further on, the taps.
+template <class C, class T>
+__device__ inline T* tap_address(T* line, int channel, int position) {
+  if constexpr (C::kDimFirst) return line + i64(channel) * C::kConvLen + position;
+  return line + i64(position) * (3 * Layout<C>::kChannels) + channel;
+}
 template <class C>
-__device__ inline uint2 load_tap(const u16* line, int channel, int position) {
-  if constexpr (!C::kDimFirst) return load_four(line + i64(position) * (3 * Layout<C>::kChannels) + channel);
-  const u16* at = line + i64(channel) * C::kConvLen + position;
+__device__ inline uint2 load_tap(const u16* at, int further) {
+  if constexpr (!C::kDimFirst) return load_four(at + further * (3 * Layout<C>::kChannels));
+  at += further;
   return {at[0] | u32(at[C::kConvLen]) << 16, at[2 * C::kConvLen] | u32(at[3 * C::kConvLen]) << 16};
 }
 template <class C>
-__device__ inline void store_tap(u16* line, int channel, int position, uint2 raw) {
-  if constexpr (!C::kDimFirst) return store_four(line + i64(position) * (3 * Layout<C>::kChannels) + channel, raw);
-  u16* at = line + i64(channel) * C::kConvLen + position;
+__device__ inline void store_tap(u16* at, int further, uint2 raw) {
+  if constexpr (!C::kDimFirst) return store_four(at + further * (3 * Layout<C>::kChannels), raw);
+  at += further;
   at[0] = u16(raw.x);
   at[C::kConvLen] = u16(raw.x >> 16);
   at[2 * C::kConvLen] = u16(raw.y);
   at[3 * C::kConvLen] = u16(raw.y >> 16);
 }
 
-// exp would overflow below, and an infinity meet a zero. Sigmoid and SiLU of -87 are 1e-38 and -1e-36: as good as 0. A
-// NaN stays one.
-__device__ inline float bounded(float x) { return x < -87.0f ? -87.0f : x; }
-// 1 / (1 + exp(-x)) and x / (1 + exp(-x)) to the last bit or two, without a branch. The division operator would branch
-// for each value: 400 cycles a value on an H200.
-__device__ inline float sigmoid(float x) {
-  const float d = 1.0f + expf(-bounded(x));
-  const float r = reciprocal(d);
-  return r * (2.0f - d * r);
-}
-__device__ inline float silu(float x) {
-  x = bounded(x);
-  const float d = 1.0f + expf(-x);
-  const float r = reciprocal(d);
-  const float y = x * r;
-  return y + (x - d * y) * r;
-}
+// exp to within 2^-22 + |x| 2^-24 of it, and 1 / (1 + exp(-x)) and x / (1 + exp(-x)) by it (kda 4.4): a fifth of the
+// instructions of expf and a division. Where exp overflows, both are 0.
+__device__ inline float exp_approx(float x) { return exp2_approx(x * 1.44269504f); }
+__device__ inline float sigmoid(float x) { return reciprocal(1.0f + exp_approx(-x)); }
+__device__ inline float silu(float x) { return x * sigmoid(x); }
 
 __device__ inline float4 multiply_add(float4 a, float4 b, float4 c) {
   return {a.x * b.x + c.x, a.y * b.y + c.y, a.z * b.z + c.z, a.w * b.w + c.w};
@@ -258,14 +251,16 @@ struct Window {
   uint2 raw[4];
 
   __device__ void load_inputs(const u16* rows, int t, int channel) {
+    const u16* at = rows + i64(t) * C::kRowStride + channel;  // one address, and offsets that the compiler knows
 #pragma unroll
     for (int i = 0; i < 4; ++i)
-      if (t + i >= 3) raw[i] = load_four(rows + i64(t + i - 3) * C::kRowStride + channel);
+      if (t + i >= 3) raw[i] = load_four(at + (i - 3) * C::kRowStride);
   }
   __device__ void load_history(const u16* line, int accepted, int t, int channel) {
+    const u16* at = tap_address<C>(line, channel, accepted - 1 + t);
 #pragma unroll
     for (int i = 0; i < 3; ++i)
-      if (t + i < 3) raw[i] = load_tap<C>(line, channel, accepted - 1 + t + i);
+      if (t + i < 3) raw[i] = load_tap<C>(at, i);
   }
   // y, rounded. `taps`: this lane's, `pitch` floats apart.
   __device__ float4 convolve(const Params& p, int channel, const float* taps, int pitch) const {
@@ -287,18 +282,20 @@ struct Shift {
   uint2 inputs[C::kTokens];
 
   __device__ void load(const u16* line, const u16* rows, const Request& r, int channel) {
+    const u16* taps = tap_address<C>(line, channel, r.accepted);
 #pragma unroll
-    for (int i = 0; i < 2; ++i) kept[i] = load_tap<C>(line, channel, r.accepted + i);
+    for (int i = 0; i < 2; ++i) kept[i] = load_tap<C>(taps, i);
 #pragma unroll
     for (int t = 0; t < C::kTokens; ++t)
-      if (t < r.length) inputs[t] = load_four(rows + i64(t) * C::kRowStride + channel);
+      if (t < r.length) inputs[t] = load_four(rows + channel + i64(t) * C::kRowStride);
   }
   __device__ void store(u16* line, const Request& r, int channel) const {
+    u16* to = tap_address<C>(line, channel, 0);
 #pragma unroll
-    for (int i = 0; i < 2; ++i) store_tap<C>(line, channel, i, kept[i]);
+    for (int i = 0; i < 2; ++i) store_tap<C>(to, i, kept[i]);
 #pragma unroll
     for (int t = 0; t < C::kTokens; ++t)
-      if (t < r.length) store_tap<C>(line, channel, 2 + t, inputs[t]);
+      if (t < r.length) store_tap<C>(to, 2 + t, inputs[t]);
   }
 };
 
@@ -309,8 +306,8 @@ struct Shift {
 
 template <class C>
 __device__ inline float decay_of(const Params& p, float a, float s) {
-  if constexpr (C::kLowerBound) return expf(p.lower_bound * sigmoid(a * s));
-  return expf(-a * (s > 20.0f ? s : log1pf(expf(s))));
+  if constexpr (C::kLowerBound) return exp_approx(p.lower_bound * sigmoid(a * s));
+  return exp_approx(-a * (s > 20.0f ? s : log1pf(exp_approx(s))));
 }
 
 template <class C>
@@ -396,37 +393,17 @@ struct Vectors {
   }
 };
 
-// Sums of kValues values over kLanes lanes, kStride apart, both powers of two: lane i gets that of value i * kValues /
-// kLanes. Each exchange halves what is left to add.
-template <int kLanes, int kValues, int kStride, int kSize>
-__device__ inline float sum_scattered(float (&v)[kSize], int lane) {
-  if constexpr (kLanes == 1) {
-    return v[0];
-  } else if constexpr (kValues == 1) {
-    v[0] += __shfl_xor_sync(~0u, v[0], kLanes / 2 * kStride);
-    return sum_scattered<kLanes / 2, 1, kStride>(v, lane);
-  } else {
-    const bool upper = lane & kLanes / 2;
+// Sums over the eight lanes of a row, kStride apart, of every row of a thread. With kSpread = kRows value g is of row
+// g ^ own_row, each exchange sends the half that the other lane keeps, and v[0] becomes the sum of own_row; with
+// kSpread = 1 every lane gets all sums.
+template <int kSpread, int kStride, int kRows>
+__device__ inline void sum_rows(float (&v)[kRows]) {
 #pragma unroll
-    for (int i = 0; i < kValues / 2; ++i) {
-      const float low = v[i], high = v[i + kValues / 2];
-      v[i] = (upper ? high : low) + __shfl_xor_sync(~0u, upper ? low : high, kLanes / 2 * kStride);
-    }
-    return sum_scattered<kLanes / 2, kValues / 2, kStride>(v, lane);
-  }
-}
-
-// Neighbouring values, one of each row of a thread.
-template <int kRows>
-__device__ inline void load_rows(float (&to)[kRows], const float* from) {
-  if constexpr (kRows == 4) {
-    const float4 v = *reinterpret_cast<const float4*>(from);
-    to[0] = v.x, to[1] = v.y, to[2] = v.z, to[3] = v.w;
-  } else if constexpr (kRows == 2) {
-    const float2 v = *reinterpret_cast<const float2*>(from);
-    to[0] = v.x, to[1] = v.y;
-  } else {
-    to[0] = *from;
+  for (int lanes = 4, kept = kRows; lanes > 0; lanes /= 2) {
+    const bool halves = kept > kRows / kSpread;
+    if (halves) kept /= 2;
+#pragma unroll
+    for (int g = 0; g < kept; ++g) v[g] += __shfl_xor_sync(~0u, v[halves ? g + kept : g], lanes * kStride);
   }
 }
 
@@ -455,27 +432,33 @@ __device__ inline bool is_stale(int accepted, int count) {
   return count == 0 ? accepted != 1 : accepted > count || accepted > Layout<C>::kFolded;
 }
 
-// k and decay of recorded tokens, one warp for each, four neighbouring channels per lane.
+// A recorded token: one warp, four neighbouring channels per lane.
+__device__ inline float4 load_dt_bias(const Params& p, int head, int lane) {
+  const float* from = p.dt_bias + head * kDim + lane * 4;  // aligned to 4 bytes
+  return {from[0], from[1], from[2], from[3]};
+}
 template <class C>
 struct Recall {
-  float4 dt_bias;
+  uint2 k, g;
+  float4 u;  // of the CTA's values
 
-  __device__ void load_weights(const Params& p, int head, int lane) {
-    const float* from = p.dt_bias + head * kDim + lane * 4;  // aligned to 4 bytes
-    dt_bias = {from[0], from[1], from[2], from[3]};
+  __device__ void load(const Records<C>& records, int t, int rank, int lane, bool has_values) {
+    k = load_four(records.k(t) + lane * 4);
+    g = load_four(records.g(t) + lane * 4);
+    if (has_values) u = *reinterpret_cast<const float4*>(records.u(t) + rank * Layout<C>::kValues + lane * 4);
   }
-  // To row[0] and row[1], where the raw values may lie once every lane has its own.
-  __device__ void compute(const Params& p, float a, uint2 k_raw, uint2 g_raw, float* row, int lane) const {
-    const float4 k = widen(k_raw), g = widen(g_raw);
-    const float k_scale = rsqrtf(warp_sum(squares(k)) + 1e-6f);
+  // k to row[0], decay to row[1].
+  __device__ void compute(const Params& p, float a, float4 dt_bias, float* row, int lane) const {
+    const float4 y = widen(k), s = widen(g);
+    const float k_scale = rsqrtf(warp_sum(squares(y)) + 1e-6f);
     float4* to = reinterpret_cast<float4*>(row) + lane;
-    to[0] = scaled(k, k_scale);
-    to[kDim / 4] = {decay_of<C>(p, a, g.x + dt_bias.x), decay_of<C>(p, a, g.y + dt_bias.y),
-                    decay_of<C>(p, a, g.z + dt_bias.z), decay_of<C>(p, a, g.w + dt_bias.w)};
+    to[0] = scaled(y, k_scale);
+    to[kDim / 4] = {decay_of<C>(p, a, s.x + dt_bias.x), decay_of<C>(p, a, s.y + dt_bias.y),
+                    decay_of<C>(p, a, s.z + dt_bias.z), decay_of<C>(p, a, s.w + dt_bias.w)};
   }
 };
 
-// One recorded token into rows of the state; u is that of each row.
+// One recorded token into rows of the state; u is that of each value of the pass, from the thread's first on.
 template <int kRows>
 __device__ inline void fold_token(float4 (&s)[kRows][4], const float* row, const float (&u)[kRows], int row_lane) {
   const float4* from = reinterpret_cast<const float4*>(row) + row_lane;
@@ -517,17 +500,6 @@ __device__ inline void load_state(const Params& p, u32 to, int source, int first
       bulk_load(to + part * L::kPartPitch, from + part * L::kPartValues * kDim, kBytes, barriers + pass * 8);
   }
 }
-// The records of `tokens` tokens: k and g in the first half of the rows that they become, u of this CTA's values.
-template <class C>
-__device__ inline void load_records(const Records<C>& records, int tokens, u32 smem, int rank, u32 barrier) {
-  using L = Layout<C>;
-  barrier_arrive_expect(barrier, tokens * (2 * kDim * 2 + L::kValues * 4));
-  for (int t = 0; t < tokens; ++t) {
-    bulk_load(smem + L::kRecalled + t * 2 * kDim * 4, records.k(t), kDim * 2, barrier);
-    bulk_load(smem + L::kRecalled + (t * 2 + 1) * kDim * 4, records.g(t), kDim * 2, barrier);
-    bulk_load(smem + L::kO + t * L::kValues * 4, records.u(t) + rank * L::kValues, L::kValues * 4, barrier);
-  }
-}
 __device__ inline void wait_arrival(u32 barrier) {
   while (!barrier_try_wait(barrier, 0)) {
   }
@@ -548,7 +520,7 @@ __device__ inline void kda_step(const Params& p) {
   const u32 state_barriers = state_smem + L::kBarriers;             // one per pass
   const u32 weights_barrier = state_barriers + L::kPasses * 8;
   const u32 sums_barrier = weights_barrier + 8;
-  const u32 records_barrier = sums_barrier + 8;
+  int* count_smem = reinterpret_cast<int*>(smem + L::kCount);
 
   const int warp = threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
@@ -559,9 +531,8 @@ __device__ inline void kda_step(const Params& p) {
   const int first_value = head * kDim + rank * L::kValues;  // of the D
   const u16* rows = p.projected + n * C::kTokens * C::kRowStride;
   const bool has_values = lane * 4 < L::kValues;  // four per lane
-  constexpr int kLoaderWarp = L::kGateWarps / 2,
-                kRecordsWarp = kLoaderWarp + 1;  // their copies are issued side by side
-  const int v_warp = C::kWarps - 1 - warp;       // tokens are given to warps in rising order for q and k, falling for v
+  constexpr int kLoaderWarp = L::kGateWarps / 2;
+  const int v_warp = C::kWarps - 1 - warp;  // tokens are given to warps in rising order for q and k, falling for v
 
   pdl_launch();
   if (warp == kLoaderWarp && elect_one()) {
@@ -569,21 +540,17 @@ __device__ inline void kda_step(const Params& p) {
     barrier_init_fence();
     load_weights<C>(p, state_smem + L::kWeights, head, first_value, weights_barrier);
   }
-  if constexpr (C::kRecords) {
-    if (warp == kRecordsWarp && elect_one()) {
-      barrier_init(records_barrier, 1);
-      barrier_init_fence();
-    }
-  }
   __syncwarp();
   if constexpr (C::kSplit > 1) cluster_arrive();  // this CTA runs, and its barriers are initialised
   const bool gates = warp < L::kGateWarps;
   float a = p.a_log[head];  // A_log until there is time for exp
   Gate<C> gate;
   if (gates) gate.load_weights(p, head, warp, lane);
-  Recall<C> recall;
+  constexpr int kRecallTokens = C::kRecords ? (L::kFolded + C::kWarps - 1) / C::kWarps : 1;  // of one warp
+  Recall<C> recall[kRecallTokens];
+  float4 dt_bias;  // of the recalled tokens
   if constexpr (C::kRecords)
-    if (v_warp < L::kFolded) recall.load_weights(p, head, lane);
+    if (v_warp < L::kFolded) dt_bias = load_dt_bias(p, head, lane);
 
   // ---- Slots; the state on its way to shared memory; the history of the warp's first tokens
 
@@ -601,6 +568,7 @@ __device__ inline void kda_step(const Params& p) {
   Window<C>& v_window = kBoth ? own_v_window : q_window;
   Request r = {};
   u16* line = nullptr;
+  int count = 0;  // of one thread: tokens that are recorded
   const auto read_caches = [&] {
     resolve_slots<C>(r, p, n);
     if (!r.readable) return;
@@ -608,10 +576,11 @@ __device__ inline void kda_step(const Params& p) {
     if constexpr (C::kRecords) {
       // Not after the count, which would be a trip to memory more: what is not folded is not used.
       const Records<C> records(p, r.line, head);
-      r.count = lane == 0 ? *records.count : 0;
+      if (threadIdx.x == 0) count = *records.count;
       const int tokens = r.accepted <= L::kFolded ? r.accepted : 0;
-      if (warp == kRecordsWarp && elect_one()) load_records<C>(records, tokens, state_smem, rank, records_barrier);
-      __syncwarp();
+#pragma unroll
+      for (int i = 0; i < kRecallTokens; ++i)
+        if (const int t = v_warp + i * C::kWarps; t < tokens) recall[i].load(records, t, rank, lane, has_values);
     }
     if (!kLateState && warp == kLoaderWarp && elect_one())
       load_state<C>(p, state_smem, r.source, first_value, state_barriers);
@@ -655,9 +624,8 @@ __device__ inline void kda_step(const Params& p) {
     __syncthreads();  // the barriers are initialised; copies under way must land before the CTA ends
     wait_arrival(weights_barrier);
     if (r.readable) {
-      if (!kLateState)
+      if (!kLateState || r.live)
         for (int i = 0; i < L::kPasses; ++i) wait_arrival(state_barriers + i * 8);
-      if constexpr (C::kRecords) wait_arrival(records_barrier);
     }
     __syncwarp();
     if constexpr (C::kSplit > 1) cluster_wait();
@@ -676,24 +644,42 @@ __device__ inline void kda_step(const Params& p) {
       z[i] = load_four(rows + i64(t) * C::kRowStride + 3 * L::kChannels + first_value + lane * 4);
   }
   if (gates) gate.compute(p, n * C::kTokens, head, a, writes_rounded && rank == 0, vectors, warp, lane);
+  if (kLateState && warp == kLoaderWarp && elect_one())
+    load_state<C>(p, state_smem, r.source, first_value, state_barriers);
+  if constexpr (C::kRecords)
+    if (threadIdx.x == 0) *count_smem = count;
+  __syncthreads();  // the barriers are initialised
   int pending = 0;  // recorded tokens to fold
   if constexpr (C::kRecords) {
-    r.count = __shfl_sync(~0u, r.count, 0);
-    if (is_stale<C>(r.accepted, r.count)) {
+    count = *count_smem;
+    if (is_stale<C>(r.accepted, count)) {
       if (p.counters != nullptr && head == 0 && rank == 0 && threadIdx.x == 0)
         atomicAdd(p.counters + kStaleRecords, 1u);
       write_zeros(0);
-      return leave();
+      if constexpr (C::kSplit > 1) {
+        if (threadIdx.x == 0) barrier_arrive_expect(sums_barrier, C::kSplit * r.length * 4);
+        __syncwarp();
+      }
+      leave();
+      if constexpr (C::kSplit > 1) {
+        // Where another request of this launch has the slot too, which it must not, a peer may have found another
+        // count: it must not wait for ever.
+        for (int t = warp; t < r.length; t += C::kWarps)
+          if (lane < C::kSplit)
+            store_cluster_float(smem_address(sums + rank * C::kTokens + t), 0.0f, sums_barrier, lane);
+        wait_arrival(sums_barrier);
+      }
+      return;
     }
-    pending = r.count > 0 ? r.accepted : 0;
+    pending = count > 0 ? r.accepted : 0;
   }
-  if (kLateState && warp == kLoaderWarp && elect_one())
-    load_state<C>(p, state_smem, r.source, first_value, state_barriers);
-  __syncthreads();  // the barriers are initialised
   wait_arrival(weights_barrier);
   uint2 noted_k[2];  // of at most two tokens, for their records
-  for (int t = warp; t < r.length; t += C::kWarps) {
-    if (t != warp) {
+#pragma unroll 1
+  for (int i = 0; i < L::kWarpTokens; ++i) {
+    const int t = warp + i * C::kWarps;
+    if (t >= r.length) break;
+    if (i > 0) {
       beta = betas[i64(t) * C::kRowStride];
       q_window.load_inputs(rows, t, q_channel), q_window.load_history(line, r.accepted, t, q_channel);
       k_window.load_inputs(rows, t, k_channel), k_window.load_history(line, r.accepted, t, k_channel);
@@ -706,7 +692,7 @@ __device__ inline void kda_step(const Params& p) {
     to[0] = scaled(k, k_scale);
     to[kDim / 4] = scaled(q, q_scale);
     if constexpr (L::kNotes) {
-      if (t == warp) noted_k[0] = narrow(k);
+      if (i == 0) noted_k[0] = narrow(k);
       else noted_k[1] = narrow(k);
     }
     if (lane == 0) scalars[t] = {sigmoid(__uint_as_float(u32(beta) << 16)), qk * k_scale * q_scale};
@@ -717,8 +703,11 @@ __device__ inline void kda_step(const Params& p) {
     }
   }
   if (has_v) {
-    for (int t = v_warp; t < r.length; t += C::kWarps) {
-      if (t != v_warp) v_window.load_inputs(rows, t, v_channel), v_window.load_history(line, r.accepted, t, v_channel);
+#pragma unroll 1
+    for (int i = 0; i < L::kWarpTokens; ++i) {
+      const int t = v_warp + i * C::kWarps;
+      if (t >= r.length) break;
+      if (i > 0) v_window.load_inputs(rows, t, v_channel), v_window.load_history(line, r.accepted, t, v_channel);
       const float4 v = v_window.convolve(p, v_channel, taps + 8 * kDim + lane * 4, L::kValues);
       *reinterpret_cast<float4*>(v_smem + t * L::kValues + lane * 4) = v;
       if (writes_rounded)
@@ -727,13 +716,12 @@ __device__ inline void kda_step(const Params& p) {
   }
   float* recalled = reinterpret_cast<float*>(smem + L::kRecalled);  // [folded][k, decay][128]
   if constexpr (C::kRecords) {
-    wait_arrival(records_barrier);
-    for (int t = v_warp; t < pending; t += C::kWarps) {
-      float* row = recalled + t * 2 * kDim;
-      const uint2 k_raw = load_four(reinterpret_cast<const u16*>(row) + lane * 4);
-      const uint2 g_raw = load_four(reinterpret_cast<const u16*>(row + kDim) + lane * 4);
-      __syncwarp();  // every lane has read
-      recall.compute(p, a, k_raw, g_raw, row, lane);
+#pragma unroll
+    for (int i = 0; i < kRecallTokens; ++i) {
+      const int t = v_warp + i * C::kWarps;
+      if (t >= pending) break;
+      recall[i].compute(p, a, dt_bias, recalled + t * 2 * kDim, lane);
+      if (has_values) *reinterpret_cast<float4*>(o_smem + t * L::kValues + lane * 4) = recall[i].u;
     }
   }
   // Every token's vectors are there, and every warp of this CTA has read the line, and the taps.
@@ -750,11 +738,12 @@ __device__ inline void kda_step(const Params& p) {
 
   const int row_lane = L::kVerify ? lane / 4 : lane % 8;
   const int lane_row = L::kVerify ? lane % 4 : lane / 8;
-  // Sums of S k come to lanes 0 .. 3 of a row, of S q to the others, each of own_row of the thread's rows.
-  constexpr int kSame = 4 / C::kPassRows;  // lanes that have the same sum
-  const int own_row = row_lane % 4 / kSame;
-  const bool owns = row_lane % kSame == 0, has_o = row_lane >= 4;
-  const auto lane_of = [&](int row_lane) { return L::kVerify ? row_lane * 4 + lane_row : row_lane + lane_row * 8; };
+  // Register g of a thread has row g ^ own_row of its rows: see sum_rows. Not in decode, where the lanes of a row store
+  // it together.
+  constexpr int kSpread = L::kVerify ? C::kPassRows : 1;
+  constexpr int kOwn = C::kPassRows / kSpread;  // rows whose sums a lane has
+  const int own_row = row_lane * kSpread / 8;
+  const bool owns = row_lane % (8 / kSpread) == 0;  // of the lanes that have the same sums
   Vectors token;
   constexpr bool kLoadedOnce = !L::kVerify && L::kPasses > 1;
   if constexpr (kLoadedOnce) token.load(vectors, 0, row_lane);
@@ -766,18 +755,19 @@ __device__ inline void kda_step(const Params& p) {
     const int row = row_of_part + (L::kVerify ? 0 : lane_row * C::kPassRows);
     const int first = part * L::kPartValues + row;
     const u32 rows_smem = state_smem + part * L::kPartPitch + (row * kDim + row_lane * 4) * 4;
+    const auto offset = [&](int g, int i) { return (g ^ own_row) * kDim + i * 32; };  // of registers, in floats
     float4 s[C::kPassRows][4];
 #pragma unroll
     for (int g = 0; g < C::kPassRows; ++g)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) s[g][i] = load_shared_float4(rows_smem + (g * kDim + i * 32) * 4);
+      for (int i = 0; i < 4; ++i) s[g][i] = load_shared_float4(rows_smem + offset(g, i) * 4);
     const auto store_state = [&](int slot, bool again) {
       if constexpr (!L::kVerify) {
         float* to = p.state + slot * p.state_stride + i64(first_value + first) * kDim + row_lane * 4;
 #pragma unroll
         for (int g = 0; g < C::kPassRows; ++g)
 #pragma unroll
-          for (int i = 0; i < 4; ++i) store_streaming(to + g * kDim + i * 32, s[g][i]);
+          for (int i = 0; i < 4; ++i) store_streaming(to + offset(g, i), s[g][i]);
         return;
       }
       // By way of shared memory: the copy unit stores while the warp goes on.
@@ -789,7 +779,7 @@ __device__ inline void kda_step(const Params& p) {
 #pragma unroll
       for (int g = 0; g < C::kPassRows; ++g)
 #pragma unroll
-        for (int i = 0; i < 4; ++i) store_shared_float4(rows_smem + (g * kDim + i * 32) * 4, s[g][i]);
+        for (int i = 0; i < 4; ++i) store_shared_float4(rows_smem + offset(g, i) * 4, s[g][i]);
       fence_proxy_async();
       __syncwarp();
       if (elect_one()) {
@@ -806,7 +796,8 @@ __device__ inline void kda_step(const Params& p) {
 #pragma unroll 1
       for (int t = 0; t < pending; ++t) {
         float u[C::kPassRows];
-        load_rows(u, o_smem + t * L::kValues + first);
+#pragma unroll
+        for (int g = 0; g < C::kPassRows; ++g) u[g] = o_smem[t * L::kValues + first + (g ^ own_row)];
         fold_token(s, recalled + t * 2 * kDim, u, row_lane);
       }
       if (L::kVerify && pending > 0) store_state(r.line, false);
@@ -817,28 +808,36 @@ __device__ inline void kda_step(const Params& p) {
       if constexpr (!kLoadedOnce) token.load(vectors, t, row_lane);
       const float2 scalar = scalars[t];
       float* own_v = v_smem + t * L::kValues + first + own_row;
-      const float v = *own_v;
-      float sums[2 * C::kPassRows] = {};  // S k and S q
+      float v[kOwn];
+#pragma unroll
+      for (int g = 0; g < kOwn; ++g) v[g] = own_v[g];
+      float sk[C::kPassRows] = {}, sq[C::kPassRows] = {};
 #pragma unroll
       for (int i = 0; i < 4; ++i)
 #pragma unroll
         for (int g = 0; g < C::kPassRows; ++g) {
           s[g][i] = multiplied(s[g][i], token.decay[i]);
-          sums[g] = dot_onto(sums[g], s[g][i], token.k[i]);
-          sums[C::kPassRows + g] = dot_onto(sums[C::kPassRows + g], s[g][i], token.q[i]);
+          sk[g] = dot_onto(sk[g], s[g][i], token.k[i]);
+          sq[g] = dot_onto(sq[g], s[g][i], token.q[i]);
         }
-      const float sum = sum_scattered<8, 2 * C::kPassRows, L::kLaneStride>(sums, row_lane);
-      const float own_u = __shfl_sync(~0u, scalar.x * (v - sum), lane_of(row_lane % 4));
+      sum_rows<kSpread, L::kLaneStride>(sk);
+      float own_u[kOwn];
+#pragma unroll
+      for (int g = 0; g < kOwn; ++g) own_u[g] = scalar.x * (v[g] - sk[g]);
+      sum_rows<kSpread, L::kLaneStride>(sq);
 #pragma unroll
       for (int g = 0; g < C::kPassRows; ++g) {
-        const float u = __shfl_sync(~0u, own_u, lane_of(g * kSame));
+        float u = own_u[g % kOwn];
+        if (g >= kOwn) u = __shfl_xor_sync(~0u, u, g * (8 / kSpread) * L::kLaneStride);
 #pragma unroll
         for (int i = 0; i < 4; ++i) s[g][i] = multiply_add({u, u, u, u}, token.k[i], s[g][i]);
       }
-      if (owns && has_o) o_smem[t * L::kValues + first + own_row] = round_bf16(__fmaf_rn(own_u, scalar.y, sum));
+#pragma unroll
+      for (int g = 0; g < kOwn; ++g)
+        if (owns) o_smem[t * L::kValues + first + own_row + g] = round_bf16(__fmaf_rn(own_u[g], scalar.y, sq[g]));
       if constexpr (L::kNotes) {
         __syncwarp();  // the rows' lanes have read v
-        if (owns && !has_o) *own_v = own_u;
+        if (owns) *own_v = own_u[0];
       } else {
         const int slot = __shfl_sync(~0u, r.window_slots, t);
         // The copy unit stores in no order: the second of two states for one slot waits for the first.

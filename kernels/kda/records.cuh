@@ -57,22 +57,24 @@ __device__ inline void kda_fold(const FoldParams& params) {
   const int channel = warp * L::kChannels + head * kDim + lane * 4;  // warps 0..2: Q, K, V
   uint2 taps[3];
   if (moves) {
-    Recall<C> recall;
-    recall.load_weights(p, head, lane);
+    const float4 dt_bias = load_dt_bias(p, head, lane);
     const float a = expf(p.a_log[head]);
-    for (int t = warp; t < pending; t += kFoldThreads / 32)
-      recall.compute(p, a, load_four(records.k(t) + lane * 4), load_four(records.g(t) + lane * 4), recalled + t * 2 * kDim,
-                     lane);
+    for (int t = warp; t < pending; t += kFoldThreads / 32) {
+      Recall<C> recall;
+      recall.load(records, t, 0, lane, false);
+      recall.compute(p, a, dt_bias, recalled + t * 2 * kDim, lane);
+    }
+    const u16* at = tap_address<C>(p.conv + slot * p.conv_stride, channel, accepted - 1);
     if (warp < 3)
 #pragma unroll
-      for (int i = 0; i < 3; ++i) taps[i] = load_tap<C>(p.conv + slot * p.conv_stride, channel, accepted - 1 + i);
+      for (int i = 0; i < 3; ++i) taps[i] = load_tap<C>(at, i);
   }
   __syncthreads();  // k and decay are there, and every thread has read the count
   if (threadIdx.x == 0) *Records<C>(p, dst, head).count = 0;
   if (!moves) return;
   if (warp < 3)
 #pragma unroll
-    for (int i = 0; i < 3; ++i) store_tap<C>(p.conv + dst * p.conv_stride, channel, i, taps[i]);
+    for (int i = 0; i < 3; ++i) store_tap<C>(tap_address<C>(p.conv + dst * p.conv_stride, channel, 0), i, taps[i]);
 
   // ---- The state
 
