@@ -538,8 +538,10 @@ __device__ inline void kda_step(const Params& p) {
   if (warp == kLoaderWarp && elect_one()) {
     for (int i = 0; i < L::kPasses + 2; ++i) barrier_init(state_barriers + i * 8, 1);
     barrier_init_fence();
-    load_weights<C>(p, state_smem + L::kWeights, head, first_value, weights_barrier);
   }
+  __syncthreads();  // the barriers are initialised
+  if (warp == kLoaderWarp && elect_one())
+    load_weights<C>(p, state_smem + L::kWeights, head, first_value, weights_barrier);
   __syncwarp();
   if constexpr (C::kSplit > 1) cluster_arrive();  // this CTA runs, and its barriers are initialised
   const bool gates = warp < L::kGateWarps;
@@ -568,7 +570,8 @@ __device__ inline void kda_step(const Params& p) {
   Window<C>& v_window = kBoth ? own_v_window : q_window;
   Request r = {};
   u16* line = nullptr;
-  int count = 0;  // of one thread: tokens that are recorded
+  int count = 0;   // of one thread: tokens that are recorded
+  int tokens = 0;  // that may be folded
   const auto read_caches = [&] {
     resolve_slots<C>(r, p, n);
     if (!r.readable) return;
@@ -577,7 +580,7 @@ __device__ inline void kda_step(const Params& p) {
       // Not after the count, which would be a trip to memory more: what is not folded is not used.
       const Records<C> records(p, r.line, head);
       if (threadIdx.x == 0) count = *records.count;
-      const int tokens = r.accepted <= L::kFolded ? r.accepted : 0;
+      tokens = r.accepted <= L::kFolded ? r.accepted : 0;
 #pragma unroll
       for (int i = 0; i < kRecallTokens; ++i)
         if (const int t = v_warp + i * C::kWarps; t < tokens) recall[i].load(records, t, rank, lane, has_values);
@@ -621,7 +624,7 @@ __device__ inline void kda_step(const Params& p) {
     }
   };
   const auto leave = [&] {
-    __syncthreads();  // the barriers are initialised; copies under way must land before the CTA ends
+    // Copies under way must land before the CTA ends.
     wait_arrival(weights_barrier);
     if (r.readable) {
       if (!kLateState || r.live)
@@ -646,33 +649,6 @@ __device__ inline void kda_step(const Params& p) {
   if (gates) gate.compute(p, n * C::kTokens, head, a, writes_rounded && rank == 0, vectors, warp, lane);
   if (kLateState && warp == kLoaderWarp && elect_one())
     load_state<C>(p, state_smem, r.source, first_value, state_barriers);
-  if constexpr (C::kRecords)
-    if (threadIdx.x == 0) *count_smem = count;
-  __syncthreads();  // the barriers are initialised
-  int pending = 0;  // recorded tokens to fold
-  if constexpr (C::kRecords) {
-    count = *count_smem;
-    if (is_stale<C>(r.accepted, count)) {
-      if (p.counters != nullptr && head == 0 && rank == 0 && threadIdx.x == 0)
-        atomicAdd(p.counters + kStaleRecords, 1u);
-      write_zeros(0);
-      if constexpr (C::kSplit > 1) {
-        if (threadIdx.x == 0) barrier_arrive_expect(sums_barrier, C::kSplit * r.length * 4);
-        __syncwarp();
-      }
-      leave();
-      if constexpr (C::kSplit > 1) {
-        // Where another request of this launch has the slot too, which it must not, a peer may have found another
-        // count: it must not wait for ever.
-        for (int t = warp; t < r.length; t += C::kWarps)
-          if (lane < C::kSplit)
-            store_cluster_float(smem_address(sums + rank * C::kTokens + t), 0.0f, sums_barrier, lane);
-        wait_arrival(sums_barrier);
-      }
-      return;
-    }
-    pending = count > 0 ? r.accepted : 0;
-  }
   wait_arrival(weights_barrier);
   uint2 noted_k[2];  // of at most two tokens, for their records
 #pragma unroll 1
@@ -719,13 +695,39 @@ __device__ inline void kda_step(const Params& p) {
 #pragma unroll
     for (int i = 0; i < kRecallTokens; ++i) {
       const int t = v_warp + i * C::kWarps;
-      if (t >= pending) break;
+      if (t >= tokens) break;
       recall[i].compute(p, a, dt_bias, recalled + t * 2 * kDim, lane);
       if (has_values) *reinterpret_cast<float4*>(o_smem + t * L::kValues + lane * 4) = recall[i].u;
     }
   }
+  if constexpr (C::kRecords)
+    if (threadIdx.x == 0) *count_smem = count;
   // Every token's vectors are there, and every warp of this CTA has read the line, and the taps.
   if constexpr (C::kFault != Fault::kNoTokenBarrier) __syncthreads();
+  int pending = 0;  // recorded tokens to fold
+  if constexpr (C::kRecords) {
+    count = *count_smem;
+    if (is_stale<C>(r.accepted, count)) {
+      if (p.counters != nullptr && head == 0 && rank == 0 && threadIdx.x == 0)
+        atomicAdd(p.counters + kStaleRecords, 1u);
+      write_zeros(0);
+      if constexpr (C::kSplit > 1) {
+        if (threadIdx.x == 0) barrier_arrive_expect(sums_barrier, C::kSplit * r.length * 4);
+        __syncwarp();
+      }
+      leave();
+      if constexpr (C::kSplit > 1) {
+        // Where another request of this launch has the slot too, which it must not, a peer may have found another
+        // count: it must not wait for ever.
+        for (int t = warp; t < r.length; t += C::kWarps)
+          if (lane < C::kSplit)
+            store_cluster_float(smem_address(sums + rank * C::kTokens + t), 0.0f, sums_barrier, lane);
+        wait_arrival(sums_barrier);
+      }
+      return;
+    }
+    pending = count > 0 ? r.accepted : 0;
+  }
   u16* noted = reinterpret_cast<u16*>(smem + L::kNoted);  // [tokens][k, g][128]
   if constexpr (L::kNotes) {
     if (gates) gate.note(noted, warp, lane);
