@@ -534,7 +534,6 @@ __device__ inline void kda_step(const Params& p) {
   constexpr int kLoaderWarp = L::kGateWarps / 2;
   const int v_warp = C::kWarps - 1 - warp;  // tokens are given to warps in rising order for q and k, falling for v
 
-  pdl_launch();
   if (warp == kLoaderWarp && elect_one()) {
     for (int i = 0; i < L::kPasses + 2; ++i) barrier_init(state_barriers + i * 8, 1);
     barrier_init_fence();
@@ -558,9 +557,9 @@ __device__ inline void kda_step(const Params& p) {
 
   // A warp has tokens of q and k, of v, or of both.
   constexpr bool kBoth = 2 * C::kTokens > C::kWarps;
-  // The state would hold up what the convolution reads; behind that it comes while the warps compute. Where a state per
-  // token is stored this gains nothing, and early caches are there to come early.
-  constexpr bool kLateState = L::kNotes && C::kTokens > 4 && !C::kEarlyCaches;
+  // The state would hold up what the convolution reads; behind that it comes while the warps compute. With few tokens,
+  // or a state per token to store, this gains nothing, and early caches are there to come early.
+  constexpr bool kLateState = L::kNotes && C::kTokens > 6 && !C::kEarlyCaches;
   const bool has_qk = warp < C::kTokens;
   const bool has_v = v_warp < C::kTokens && has_values;
   const int q_channel = head * kDim + lane * 4;
@@ -600,6 +599,9 @@ __device__ inline void kda_step(const Params& p) {
   }
   if constexpr (C::kFault != Fault::kNoDependencyWait) pdl_wait();
   if constexpr (!C::kEarlyCaches) load_slots(r, p, n, lane);
+  // The kernel before is done, and one after this may wait beside it. Let in at the beginning, those behind it would
+  // come too, and crowd the SMs.
+  pdl_launch();
   // The projection, whatever the request turns out to be.
   if (gates) gate.load_inputs(rows, lane);
   const u16* betas = rows + 4 * L::kChannels + kDim + head;
@@ -884,7 +886,7 @@ __device__ inline void kda_step(const Params& p) {
     __syncwarp();
   } else {
     // Sums came from every CTA of the cluster: so each has read the line. A barrier of the cluster would say the same,
-    // but its release waits until the stores of the state have reached L2: 1000 cycles.
+    // but its release would wait for the stores before it.
     wait_arrival(sums_barrier);
   }
   if (shifts) shift.store(line, r, shift_channel);

@@ -133,7 +133,7 @@ KdaTactic kda_tactic(int heads, KdaKey key, const DeviceFacts& facts, int folded
   if (key.tokens == 1) {
     // With room for records two CTAs fit on an SM, not three: large ones then.
     if (t.split == 1 && ctas_per_sm(1, {1, 4, 1}, folded) > 2) t.warps = 4;
-  } else if (records || t.split < 4) {
+  } else if (t.split < 4) {
     constexpr std::int64_t kManyHeads = 256;  // of all requests: a record costs little, so that halves need not overlap
     t.split = facts.arch == 120 || (records && request_heads > kManyHeads) ? 1 : 2;
     t.pass_rows = t.split == 1 && facts.arch != 120 ? 4 : 2;  // four would spill on 120

@@ -2,6 +2,7 @@
 // T53, T55).
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <memory>
 #include <numeric>
 #include <string>
@@ -131,6 +132,46 @@ TEST_F(KdaSplit, dead_and_live_requests_share_a_grid_at_every_split) {
     EXPECT_EQ(outcome.counters.bad_slot, 1u);
     EXPECT_EQ(outcome.counters.stale_records, scene->spec.records ? 1u : 0u);
     for (int repeat = 0; repeat < 3; ++repeat) expect_same_bits(scene->run(), outcome);
+  }
+}
+
+// That is not allowed (kda 7.8), and must end: the count that one request stores tells another, at the same time, that
+// it is stale, and perhaps some of its CTAs alone.
+TEST_F(KdaSplit, requests_on_one_slot_hang_nothing_and_leave_the_others_right) {
+  constexpr int kRequests = 64, kLast = kRequests - 1;
+  std::vector<SceneSpec> specs;
+  for (const int tokens : {1, 8})
+    for (const KdaTactic& tactic : one_of_each_split(tokens)) {
+      SceneSpec spec{.heads = 12, .requests = kRequests, .tokens = tokens, .conv_len = 10, .records = true};
+      spec.rig.tactic = tactic;
+      specs.push_back(spec);
+    }
+  for (const auto& scene : scenes_of(random, specs)) {
+    SCOPED_TRACE(name_of(scene->spec));
+    const int tokens = scene->spec.tokens;
+    scene->step.accepted = std::vector<std::int32_t>(kRequests, 1);
+    scene->step.given_tokens = tokens;
+    scene->refill(random);
+    const auto lines_of_the_others = [&](const auto& line) {
+      for (int n = 0; n < kLast; ++n) {
+        scene->step.slots[static_cast<std::size_t>(n * scene->step.slots_stride)] = line(n);
+        (*scene->step.accepted)[static_cast<std::size_t>(n)] = 1 + n % 2;
+      }
+    };
+    const std::int64_t slot = scene->step.slot(kLast, 0);
+    std::vector<std::int32_t> shared;
+    for (int n = 0; n < 3; ++n) shared.push_back(static_cast<std::int32_t>(scene->step.slot(n, 0)));
+    lines_of_the_others([](int) { return 0; });
+    const Outcome alone = scene->run();
+    lines_of_the_others([&](int n) { return shared[static_cast<std::size_t>(n % 3)]; });
+    for (int repeat = 0; repeat < 3; ++repeat) {
+      const Outcome outcome = scene->run();
+      const auto of_last = std::ptrdiff_t{kLast} * tokens * outcome.out_stride;
+      EXPECT_TRUE(std::equal(outcome.out.begin() + of_last, outcome.out.end(), alone.out.begin() + of_last));
+      EXPECT_EQ(std::memcmp(outcome.caches.state(slot, 0), alone.caches.state(slot, 0),
+                            static_cast<std::size_t>(scene->shape.state_bytes())),
+                0);
+    }
   }
 }
 
