@@ -63,7 +63,7 @@ std::vector<KdaBenchOptions> benches_of(const KdaBenchArguments& a) {
     if (a.mode == (records ? "slots" : "records")) continue;
     for (const int tokens : a.tokens)
       for (const int heads : a.heads)
-        benches.push_back({heads, tokens, a.conv_len > 0 ? a.conv_len : least_conv_len(tokens), a.dim_first,
+        benches.push_back({heads, tokens, a.conv_len > 0 ? a.conv_len : least_conv_len(tokens, records), a.dim_first,
                            a.early_caches, records});
   }
   return benches;
@@ -235,7 +235,8 @@ void add_bench_kda(CLI::App& bench, int& exit_code) {
   kda->add_option("--mode", a->mode, "State mode: slots, records (of which a verify step folds q / 2 tokens), or both")
       ->check(CLI::IsMember({"slots", "records", "both"}))
       ->capture_default_str();
-  kda->add_option("--conv-len", a->conv_len, "Positions of a conv line; default: 3, and 2 + tokens in verify")
+  kda->add_option("--conv-len", a->conv_len,
+                  "Positions of a conv line; default: 3, 2 + tokens in verify, 10 with records in decode")
       ->check(CLI::Range(3, 4096));
   kda->add_flag("--dim-first", a->dim_first, "Conv cache [slots, 3D, L]");
   kda->add_flag("--early-caches", a->early_caches, "Slots and caches are read before the previous kernel has finished");

@@ -96,7 +96,7 @@ bool why_kda(const KdaWhyArguments& a) {
   for (const int heads : a.heads) {
     fmt::print("H = {}, state mode {}, on {}\n", heads, a.mode, facts.name);
     for (const int tokens : a.tokens) {
-      const int conv_len = a.conv_len > 0 ? a.conv_len : least_conv_len(tokens);
+      const int conv_len = a.conv_len > 0 ? a.conv_len : least_conv_len(tokens, a.mode == "records");
       for (const std::int64_t requests : a.requests)
         served = explain(heads, {requests, tokens}, conv_len, mode, forced, facts) && served;
       print_rejections(tokens, facts, kda_folded(mode, conv_len));

@@ -2,9 +2,14 @@
 
 #include <algorithm>
 
+#include "twostep/kda.h"
+
 namespace twostep {
 
-int least_conv_len(int tokens) { return tokens == 1 ? 3 : 2 + tokens; }
+int least_conv_len(int tokens, bool records) {
+  if (tokens == 1 && records) return 2 + kKdaMaxTokens;
+  return tokens == 1 ? 3 : 2 + tokens;
+}
 
 std::int64_t kda_weight_bytes(int heads) { return std::int64_t{heads} * (6144 + 32768 + 512 + 4) + 512; }
 

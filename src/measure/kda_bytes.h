@@ -15,7 +15,9 @@ struct KdaShape {
   bool records = false;  // state mode; a verify step then folds q / 2 tokens, a decode step none
   int pending() const { return records && tokens > 1 ? tokens / 2 : 0; }
 };
-int least_conv_len(int tokens);  // 3 for decode, 2 + q for verify
+// 3 for decode, 2 + q for verify. With records decode has the line of a verify of eight tokens, which they are there
+// for.
+int least_conv_len(int tokens, bool records = false);
 
 std::int64_t kda_weight_bytes(int heads);
 std::int64_t kda_request_bytes(const KdaShape& shape);

@@ -62,7 +62,7 @@ KdaBenchOptions bench_options(const KdaTask& task) {
   options.heads = task.heads;
   options.tokens = task.tokens;
   options.records = task.mode == StateMode::kRecords;
-  options.conv_len = least_conv_len(options.records && task.tokens == 1 ? kKdaMaxTokens : task.tokens);
+  options.conv_len = least_conv_len(task.tokens, options.records);
   return options;
 }
 
