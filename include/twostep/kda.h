@@ -53,7 +53,7 @@ enum class StateMode : std::uint8_t { kSlots, kRecords };
 // How one key runs on a GPU. Plain and printable.
 struct KdaTactic {
   int split = 1;      // CTAs of a cluster that share the 128 values of a head: 1, 2, 4, 8
-  int warps = 8;      // of a CTA: 4, 8, 16
+  int warps = 8;      // of a CTA: 4, 8, 16; the first that the values of the CTA need hold the state
   int pass_rows = 1;  // rows of the state that a thread holds at a time: 1, 2, 4
   friend bool operator==(const KdaTactic&, const KdaTactic&) = default;
 };

@@ -5,7 +5,8 @@
 
 namespace twostep {
 
-__device__ inline u32 smem_address(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
+using SmemAddress = u32;
+__device__ inline SmemAddress smem_address(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
 
 // True in one lane of the converged warp. The compiler then keeps that lane's addresses in uniform registers, which the
 // copy instructions want.

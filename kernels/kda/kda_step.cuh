@@ -80,8 +80,10 @@ template <class C>
 struct Layout {
   static constexpr int kChannels = C::kHeads * kDim;  // D
   static constexpr int kThreads = C::kWarps * 32;
-  static constexpr int kValues = kDim / C::kSplit;                  // of this CTA
-  static constexpr int kPassValues = C::kWarps * 4 * C::kPassRows;  // rows of one pass
+  static constexpr int kValues = kDim / C::kSplit;  // of this CTA
+  // Where there are fewer rows than the warps could hold, the first warps hold them, and the others rest meanwhile.
+  static constexpr int kRowWarps = C::kWarps * 4 * C::kPassRows < kValues ? C::kWarps : kValues / (4 * C::kPassRows);
+  static constexpr int kPassValues = kRowWarps * 4 * C::kPassRows;  // rows of one pass
   static constexpr int kPasses = kValues / kPassValues;
   static constexpr int kWarpTokens = (C::kTokens + C::kWarps - 1) / C::kWarps;  // tokens of one warp
   static constexpr int kGateWarps = C::kWarps < 8 ? C::kWarps : 8;
@@ -101,7 +103,7 @@ struct Layout {
   // twice.
   static constexpr int kParts = kVerify ? 4 : 1;
   static constexpr int kPartValues = kPassValues / kParts;
-  static constexpr int kPartRows = kPartValues / C::kWarps;
+  static constexpr int kPartRows = kPartValues / kRowWarps;
   static constexpr int kPartPitch = kPartValues * kDim * 4 + (kVerify ? 32 : 0);
   static constexpr int kWeights = kPasses * kParts * kPartPitch;  // conv taps [4][128] of Q and of K, [4][kValues] of
                                                                   // V, norm weight [kValues]
@@ -120,7 +122,7 @@ struct Layout {
   static_assert(!kNotes || C::kTokens * 2 * kDim * 2 <= 4 * (2 * kDim + kValues) * 4);
 
   static_assert(C::kTokens >= 1 && C::kTokens <= 8 && C::kHeads >= 1 && C::kHeads <= 128);
-  static_assert(kPasses >= 1 && kPasses * kPassValues == kValues);
+  static_assert(kRowWarps >= 4 && kRowWarps <= C::kWarps && kPasses * kPassValues == kValues);
   static_assert(C::kConvLen >= 3 && (C::kTokens == 1 || C::kConvLen >= 2 + C::kTokens));
   static_assert(kSmemBytes == C::kSmemBytes, "host and device disagree about shared memory");
 };
@@ -474,7 +476,7 @@ __device__ inline void fold_token(float4 (&s)[kRows][4], const float* row, const
 
 // Conv and norm weights of this CTA's channels: before the dependency.
 template <class C>
-__device__ inline void load_weights(const Params& p, u32 to, int head, int first_value, u32 barrier) {
+__device__ inline void load_weights(const Params& p, SmemAddress to, int head, int first_value, SmemAddress barrier) {
   using L = Layout<C>;
   barrier_arrive_expect(barrier, L::kWeightBytes);
   for (int third = 0; third < 3; ++third) {
@@ -487,7 +489,7 @@ __device__ inline void load_weights(const Params& p, u32 to, int head, int first
 }
 // The state of this CTA's values, a pass at a time.
 template <class C>
-__device__ inline void load_state(const Params& p, u32 to, int source, int first_value, u32 barriers) {
+__device__ inline void load_state(const Params& p, SmemAddress to, int source, int first_value, SmemAddress barriers) {
   using L = Layout<C>;
   constexpr int kBytes = L::kPartValues * kDim * 4;
   constexpr int kUnrolled = L::kPasses > 2 ? 1 : L::kPasses;  // more addresses than registers hold
@@ -500,16 +502,16 @@ __device__ inline void load_state(const Params& p, u32 to, int source, int first
       bulk_load(to + part * L::kPartPitch, from + part * L::kPartValues * kDim, kBytes, barriers + pass * 8);
   }
 }
-__device__ inline void wait_arrival(u32 barrier) {
+__device__ inline void wait_arrival(SmemAddress barrier) {
   while (!barrier_try_wait(barrier, 0)) {
   }
 }
 
+// `smem`: C::kSmemBytes of the CTA, aligned to 128.
 template <class C>
-__device__ inline void kda_step(const Params& p) {
+__device__ inline void kda_step(const Params& p, u8* smem) {
   using L = Layout<C>;
-  extern __shared__ __align__(128) u8 smem[];
-  const u32 state_smem = smem_address(smem);
+  const SmemAddress state_smem = smem_address(smem);
   const float* taps = reinterpret_cast<const float*>(smem + L::kWeights);
   const float* norm_weight = taps + 4 * (2 * kDim + L::kValues);
   float* vectors = reinterpret_cast<float*>(smem + L::kVectors);    // [tokens][k, q, decay][128]
@@ -517,9 +519,9 @@ __device__ inline void kda_step(const Params& p) {
   float* o_smem = reinterpret_cast<float*>(smem + L::kO);           // [tokens][values]
   float2* scalars = reinterpret_cast<float2*>(smem + L::kScalars);  // beta, k . q
   float* sums = reinterpret_cast<float*>(smem + L::kSums);          // [split][tokens]
-  const u32 state_barriers = state_smem + L::kBarriers;             // one per pass
-  const u32 weights_barrier = state_barriers + L::kPasses * 8;
-  const u32 sums_barrier = weights_barrier + 8;
+  const SmemAddress state_barriers = state_smem + L::kBarriers;     // one per pass
+  const SmemAddress weights_barrier = state_barriers + L::kPasses * 8;
+  const SmemAddress sums_barrier = weights_barrier + 8;
   int* count_smem = reinterpret_cast<int*>(smem + L::kCount);
 
   const int warp = threadIdx.x / 32;
@@ -753,12 +755,13 @@ __device__ inline void kda_step(const Params& p) {
   if constexpr (kLoadedOnce) token.load(vectors, 0, row_lane);
 #pragma unroll
   for (int pass = 0; pass < L::kPasses; ++pass) {
+    if (L::kRowWarps < C::kWarps && warp >= L::kRowWarps) break;
     wait_arrival(state_barriers + pass * 8);
     const int first_part = pass * L::kParts, row_of_part = warp * L::kPartRows;  // of this warp
     const int part = L::kVerify ? first_part + lane_row : first_part;
     const int row = row_of_part + (L::kVerify ? 0 : lane_row * C::kPassRows);
     const int first = part * L::kPartValues + row;
-    const u32 rows_smem = state_smem + part * L::kPartPitch + (row * kDim + row_lane * 4) * 4;
+    const SmemAddress rows_smem = state_smem + part * L::kPartPitch + (row * kDim + row_lane * 4) * 4;
     const auto offset = [&](int g, int i) { return (g ^ own_row) * kDim + i * 32; };  // of registers, in floats
     float4 s[C::kPassRows][4];
 #pragma unroll

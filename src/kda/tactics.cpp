@@ -17,7 +17,8 @@ constexpr int kWarpCounts[] = {4, 8, 16};
 constexpr int kPassRows[] = {1, 2, 4};
 
 int values_of(const KdaTactic& t) { return kKdaHeadDim / t.split; }
-int pass_values(const KdaTactic& t) { return t.warps * 4 * t.pass_rows; }  // eight lanes to a row
+// Rows of one pass, eight lanes to a row: of all warps, or of the first that hold all rows.
+int pass_values(const KdaTactic& t) { return std::min(t.warps * 4 * t.pass_rows, values_of(t)); }
 
 Status invalid(const char* argument, int value, std::string accepted) {
   return refusal(StatusCode::kUnsupported, "kda.prepare", std::string("tactic.") + argument, std::to_string(value),
@@ -70,9 +71,8 @@ Status kda_tactic_valid(const KdaTactic& t, int tokens, const DeviceFacts& facts
   if (!one_of(kWarpCounts, t.warps)) return invalid("warps", t.warps, "4, 8, 16");
   if (!one_of(kPassRows, t.pass_rows)) return invalid("pass_rows", t.pass_rows, "1, 2, 4");
   if (t.split > 1 && facts.arch == 120) return invalid("split", t.split, "1 on this architecture");
-  if (values_of(t) % pass_values(t) != 0)
-    return invalid("pass_rows", t.pass_rows,
-                   fmt::format("warps * 4 * pass_rows a divisor of the {} values of a CTA", values_of(t)));
+  if (pass_values(t) < 4 * 4 * t.pass_rows)
+    return invalid("pass_rows", t.pass_rows, fmt::format("four warps hold the {} values of a CTA", values_of(t)));
   if (const int bytes = kda_smem_bytes(tokens, t, folded); bytes > facts.smem_per_block)
     return refusal(StatusCode::kUnsupported, "kda.prepare", "shared memory", std::to_string(bytes),
                    fmt::format("at most {} bytes on this GPU", facts.smem_per_block), "split the head over more CTAs");
@@ -187,7 +187,8 @@ KdaKernelText kda_kernel_text(const KdaBuild& b, const KdaTestSwitches& test) {
       fmt::format(R"(#include "kda/kda_step.cuh"
 {}
 extern "C" __global__ void __launch_bounds__({}, {}) kda_step(const __grid_constant__ twostep::kda::Params params) {{
-  twostep::kda::kda_step<Config>(params);
+  extern __shared__ __align__(128) unsigned char smem[];
+  twostep::kda::kda_step<Config>(params, smem);
 }}
 )",
                   config_text(b, test.fault), kda_threads(b.tactic), ctas_per_sm(b.tokens, b.tactic, kda_folded(b)));

@@ -1,5 +1,5 @@
-// What device text of kernels/draft and kernels/gather uses of kernels/common/ptx.cuh and of the compiler, for the
-// emulator.
+// What device text of kernels/draft, kernels/gather and kernels/kda uses of kernels/common/ptx.cuh and of the compiler,
+// for the emulator.
 #pragma once
 
 #include <math.h>
@@ -45,9 +45,29 @@ template <class T>
 T __shfl_xor_sync(unsigned, T value, int mask) {
   return twostep::emulate::exchange(value, threadIdx.x % 32 ^ static_cast<unsigned>(mask));
 }
+template <class T>
+T __shfl_sync(unsigned, T value, int lane) {
+  return twostep::emulate::exchange(value, static_cast<unsigned>(lane) % 32);
+}
+inline bool __any_sync(unsigned, bool value) {
+  twostep::emulate::publish(&value, sizeof value);
+  twostep::emulate::warp_barrier();
+  bool any = false;
+  for (unsigned lane = 0; lane < 32; ++lane) any |= *static_cast<const bool*>(twostep::emulate::published(lane));
+  twostep::emulate::warp_barrier();
+  return any;
+}
 inline float __uint_as_float(unsigned bits) { return std::bit_cast<float>(bits); }
 inline unsigned __float_as_uint(float v) { return std::bit_cast<unsigned>(v); }
 inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
+inline float rsqrtf(float v) { return 1 / std::sqrt(v); }
+inline unsigned atomicAdd(unsigned* to, unsigned v) {
+  const unsigned before = *to;
+  *to += v;
+  return before;
+}
 inline int atomicOr(int* to, int bits) {
   const int before = *to;
   *to |= bits;
@@ -62,7 +82,8 @@ inline int atomicMin(int* to, int value) {
 
 namespace twostep {
 
-inline std::uintptr_t smem_address(const void* p) { return reinterpret_cast<std::uintptr_t>(p); }
+using SmemAddress = std::uintptr_t;
+inline SmemAddress smem_address(const void* p) { return reinterpret_cast<std::uintptr_t>(p); }
 inline void pdl_wait() {
   if (!emulate::pdl_wait_is_skipped) emulate::wait_for_predecessors();
 }
@@ -202,6 +223,72 @@ inline bool barrier_try_wait(std::uintptr_t barrier, u32 parity) {
   b.arrived = 0;
   ++b.phase;
   return true;
+}
+
+inline bool elect_one() { return threadIdx.x % 32 == 0; }
+inline float4 load_shared_float4(std::uintptr_t from) { return *reinterpret_cast<const float4*>(from); }
+inline void store_shared_float4(std::uintptr_t to, float4 v) { *reinterpret_cast<float4*>(to) = v; }
+inline void store_streaming(float* to, float4 v) { *reinterpret_cast<float4*>(to) = v; }
+
+// Copies to global memory: read when their thread waits for that, written when it waits for all, else when end_copies()
+// is called, the last one first.
+struct CopyOut {
+  void* to;
+  std::uintptr_t from;
+  u32 bytes;
+  std::vector<std::byte> read = {};
+};
+inline std::map<std::pair<void*, unsigned>, std::vector<CopyOut>> copies_out;  // by CTA and thread
+inline std::vector<CopyOut>& own_copies_out() { return copies_out[{emulate::cta_memory(), threadIdx.x}]; }
+inline void write_copies(std::vector<CopyOut>& copies) {
+  for (auto copy = copies.rbegin(); copy != copies.rend(); ++copy)
+    std::memcpy(copy->to, copy->read.data(), copy->bytes);
+  copies.clear();
+}
+inline void bulk_store(void* to, std::uintptr_t from, u32 bytes) { own_copies_out().push_back({to, from, bytes}); }
+inline void bulk_commit() {}
+inline void bulk_wait_read() {
+  for (CopyOut& copy : own_copies_out())
+    if (copy.read.empty())
+      copy.read.assign(reinterpret_cast<const std::byte*>(copy.from),
+                       reinterpret_cast<const std::byte*>(copy.from) + copy.bytes);
+}
+inline void bulk_wait() {
+  bulk_wait_read();
+  write_copies(own_copies_out());
+}
+// Of a kernel; false if a thread ended before its copies were read.
+inline bool end_copies() {
+  bool all_read = true;
+  for (auto& [thread, copies] : copies_out) {
+    for (const CopyOut& copy : copies) all_read &= !copy.read.empty();
+    if (all_read) write_copies(copies);
+  }
+  copies_out.clear();
+  return all_read;
+}
+
+// A cluster: `cluster_size` neighbouring CTAs, all under way at once.
+inline unsigned cluster_size = 1;
+struct Cluster {
+  unsigned arrived = 0;
+  std::map<unsigned, std::uintptr_t> memory;  // of each rank
+};
+inline std::map<unsigned, Cluster> clusters;
+inline Cluster& own_cluster() { return clusters[blockIdx.x / cluster_size]; }
+inline void cluster_arrive() {
+  ++own_cluster().arrived;
+  own_cluster().memory[blockIdx.x % cluster_size] = reinterpret_cast<std::uintptr_t>(emulate::cta_memory());
+}
+// Once in a kernel, by `threads` of each CTA.
+inline unsigned cluster_threads = 0;
+inline void cluster_wait() {
+  while (own_cluster().arrived < cluster_size * cluster_threads) emulate::give_way();
+}
+inline void store_cluster_float(std::uintptr_t address, float v, std::uintptr_t barrier, u32 rank) {
+  const auto mine = reinterpret_cast<std::uintptr_t>(emulate::cta_memory()), of_rank = own_cluster().memory.at(rank);
+  *reinterpret_cast<float*>(address - mine + of_rank) = v;
+  barriers.at(barrier - mine + of_rank).expected -= 4;
 }
 
 // Copies by threads are there at once.
