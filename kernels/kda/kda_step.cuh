@@ -218,8 +218,8 @@ __device__ inline void store_tap(u16* at, int further, uint2 raw) {
   at[3 * C::kConvLen] = u16(raw.y >> 16);
 }
 
-// exp to within 2^-22 + |x| 2^-24 of it, and 1 / (1 + exp(-x)) and x / (1 + exp(-x)) by it (kda 4.4): a fifth of the
-// instructions of expf and a division. Where exp overflows, both are 0.
+// exp to within 2^-22 + 1.25 |x| 2^-24 of it, and 1 / (1 + exp(-x)) and x / (1 + exp(-x)) by it (kda 4.4): a fifth of
+// the instructions of expf and a division. Both are 0 from x = -87.34 down, where 1 + exp(-x) is past 2^126.
 __device__ inline float exp_approx(float x) { return exp2_approx(x * 1.44269504f); }
 __device__ inline float sigmoid(float x) { return reciprocal(1.0f + exp_approx(-x)); }
 __device__ inline float silu(float x) { return x * sigmoid(x); }

@@ -1,5 +1,7 @@
 // The step kernel of PreparedKda without a GPU: the text and the configurations that NVRTC is given, in the emulator,
-// judged as on a GPU (kda 11.1). CTAs and threads take turns in drawn orders.
+// judged as on a GPU (kda 11.1). CTAs take turns in a drawn order, each with its threads from the first or from the
+// last; copies in arrive when they are waited for, copies out the last one first. exp2 and 1 / x are the host's: no
+// subnormal is flushed.
 #include <emulated_kda.h>
 
 #include <utility>
@@ -103,6 +105,7 @@ Outcome run_emulated(const Emulated& emulated, Scene& scene, std::uint64_t seed,
     emulated.kernel(p, static_cast<u8*>(emulate::cta_memory()));
   };
   emulate::run_streams({{launch}}, seed);
+  EXPECT_TRUE(all_copies_landed()) << "a CTA ended before its copies were there";
   EXPECT_TRUE(end_copies()) << "a thread ended before its states had left shared memory";
   Outcome outcome = bound.read(scene.rig);
   outcome.counters = counters;
@@ -132,6 +135,28 @@ TEST_F(KdaEmulated, every_configuration_is_right_in_any_order) {
   expect_right(pooled);
 }
 
+// The way out that they take leaves no copy behind.
+TEST_F(KdaEmulated, dead_requests_leave_nothing_under_way) {
+  for (const Emulated& emulated : all_emulated()) {
+    const KdaBuild& build = emulated.build;
+    SCOPED_TRACE(name_of(build));
+    Scene scene(random, spec_of(build, 7));
+    const int q = build.tokens;
+    scene.step.slots[static_cast<std::size_t>(scene.step.slots_stride)] = 0;
+    scene.step.slots[static_cast<std::size_t>(2 * scene.step.slots_stride)] =
+        static_cast<std::int32_t>(scene.shape.slots);
+    scene.step.lengths = {{q, q, q, q + 1, -1, 0, q}};
+    scene.step.accepted = std::vector<std::int32_t>(7, 1);
+    scene.refill(random);
+    if (build.records) fill_records(random, &scene.before, scene.step.slot(6, 0), 1, -1);
+    const Outcome outcome = run_emulated(emulated, scene, random());
+    expect_right(scene.judge(outcome));
+    EXPECT_EQ(outcome.counters.bad_length, 2u);
+    EXPECT_EQ(outcome.counters.bad_slot, 1u);
+    EXPECT_EQ(outcome.counters.stale_records, build.records ? 1u : 0u);
+  }
+}
+
 // Two states for one slot: the copies keep no order, and the later one must win.
 TEST_F(KdaEmulated, the_last_of_two_states_for_a_slot_stays) {
   for (const Emulated& emulated : all_emulated()) {
@@ -158,14 +183,25 @@ TEST_F(KdaEmulated, requests_on_one_slot_end) {
     Scene scene(random, spec_of(build, 6));
     scene.step.accepted = {{1, 2, 1, 2, 1, 2}};
     scene.step.given_tokens = build.tokens;
-    for (int n = 1; n < 5; ++n)
-      scene.step.slots[static_cast<std::size_t>(n * scene.step.slots_stride)] =
-          static_cast<std::int32_t>(scene.step.slot(0, 0));
+    const auto shared = static_cast<std::int32_t>(scene.step.slot(0, 0));
+    const auto lines_of_the_first_five = [&](std::int32_t line) {
+      for (int n = 0; n < 5; ++n) scene.step.slots[static_cast<std::size_t>(n * scene.step.slots_stride)] = line;
+    };
+    lines_of_the_first_five(0);
     scene.refill(random);
-    fill_state(random, &scene.before, scene.step.slot(0, 0));
-    fill_line(random, &scene.before, scene.step.slot(0, 0), 0, build.conv_len);
-    fill_records(random, &scene.before, scene.step.slot(0, 0), 2, 2);
-    for (int repeat = 0; repeat < (kSlowBuild ? 1 : 2); ++repeat) run_emulated(emulated, scene, random(), 600);
+    fill_state(random, &scene.before, shared);
+    fill_line(random, &scene.before, shared, 0, build.conv_len);
+    fill_records(random, &scene.before, shared, 2, 2);
+    const Outcome alone = run_emulated(emulated, scene, random());
+    expect_right(scene.judge(alone));
+    lines_of_the_first_five(shared);
+    for (int repeat = 0; repeat < (kSlowBuild ? 1 : 2); ++repeat) {
+      Outcome outcome = run_emulated(emulated, scene, random(), 600);
+      const auto of_last = std::ptrdiff_t{5} * build.tokens * outcome.out_stride;
+      EXPECT_TRUE(std::equal(outcome.out.begin() + of_last, outcome.out.end(), alone.out.begin() + of_last));
+      copy_slot(alone.caches, shared, &outcome.caches);
+      expect_same_contents(outcome.caches, alone.caches);
+    }
   }
 }
 

@@ -279,6 +279,8 @@ void expect_chain(const Verdict& verdict);  // pooled over the steps of a chain
 // Outputs, caches and counters bit by bit.
 void expect_same_bits(const Outcome& a, const Outcome& b);
 void expect_same_out(const Outcome& a, const Outcome& b);
+// Line, state and records of one slot, into a pool of the same heads and line.
+void copy_slot(const Caches& from, std::int64_t slot, Caches* to);
 // The same lines and states in another shape.
 Caches reshaped(const Caches& caches, const CacheShape& shape);
 void expect_same_contents(const Caches& a, const Caches& b);

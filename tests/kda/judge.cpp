@@ -298,16 +298,19 @@ void expect_same_bits(const Outcome& a, const Outcome& b) {
   expect_same_bytes(a.caches, b.caches, "caches differ");
 }
 
+void copy_slot(const Caches& from, std::int64_t slot, Caches* to) {
+  const CacheShape& shape = to->shape;
+  for (std::int64_t channel = 0; channel < 3 * kDim * shape.heads; ++channel)
+    for (int position = 0; position < shape.conv_len; ++position)
+      to->set_conv(slot, channel, position, from.conv(slot, channel, position));
+  std::memcpy(to->state(slot, 0), from.state(slot, 0), static_cast<std::size_t>(shape.state_bytes()));
+  if (shape.records())
+    std::memcpy(to->u(slot, 0, 0), from.u(slot, 0, 0), static_cast<std::size_t>(shape.record_bytes()));
+}
+
 Caches reshaped(const Caches& caches, const CacheShape& shape) {
   Caches other(shape);
-  for (std::int64_t slot = 0; slot < shape.slots; ++slot) {
-    for (std::int64_t channel = 0; channel < 3 * kDim * shape.heads; ++channel)
-      for (int position = 0; position < shape.conv_len; ++position)
-        other.set_conv(slot, channel, position, caches.conv(slot, channel, position));
-    std::memcpy(other.state(slot, 0), caches.state(slot, 0), static_cast<std::size_t>(shape.state_bytes()));
-    if (shape.records())
-      std::memcpy(other.u(slot, 0, 0), caches.u(slot, 0, 0), static_cast<std::size_t>(shape.record_bytes()));
-  }
+  for (std::int64_t slot = 0; slot < shape.slots; ++slot) copy_slot(caches, slot, &other);
   return other;
 }
 

@@ -225,6 +225,15 @@ inline bool barrier_try_wait(std::uintptr_t barrier, u32 parity) {
   return true;
 }
 
+// Of a kernel; false if a CTA ended before what it awaits had come.
+inline bool all_copies_landed() {
+  const bool landed = std::all_of(barriers.begin(), barriers.end(), [](const auto& one) {
+    return one.second.under_way.empty() && one.second.expected == 0;
+  });
+  barriers.clear();
+  return landed;
+}
+
 inline bool elect_one() { return threadIdx.x % 32 == 0; }
 inline float4 load_shared_float4(std::uintptr_t from) { return *reinterpret_cast<const float4*>(from); }
 inline void store_shared_float4(std::uintptr_t to, float4 v) { *reinterpret_cast<float4*>(to) = v; }
