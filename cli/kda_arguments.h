@@ -18,7 +18,7 @@ struct KdaCases {
 };
 KdaCases kda_cases();
 
-// "2,8,1": split, warps, pass_rows. Throws kInvalidArgument.
+// "2,8,1": split, warps, pass_rows; "1,16,4,stream". Throws kInvalidArgument.
 KdaTactic parse_tactic(const std::string& place, const std::string& text);
 
 // What is given before a subcommand is for the command without one: refused, since nothing would read it.

@@ -48,8 +48,10 @@ void print_rejections(int tokens, const DeviceFacts& facts, int folded) {
   for (const int split : {1, 2, 4, 8})
     for (const int warps : {4, 8, 16})
       for (const int pass_rows : {1, 2, 4})
-        if (const Status status = kda_tactic_valid({split, warps, pass_rows}, tokens, facts, folded); !status.ok())
-          ++rejected[fmt::format("{}: accepted: {}", status.argument, status.accepted)];
+        for (const bool stream : {false, true})
+          if (const Status status = kda_tactic_valid({split, warps, pass_rows, stream}, tokens, facts, folded);
+              !status.ok())
+            ++rejected[fmt::format("{}: accepted: {}", status.argument, status.accepted)];
   fmt::print("    {} tactics are valid\n", valid_kda_tactics(tokens, facts, folded).size());
   for (const auto& [rule, count] : rejected) fmt::print("    {:>5} rejected by {}\n", count, rule);
 }

@@ -71,6 +71,7 @@ struct Params {
   float lower_bound;
   u8* records;  // null but with kRecords
   i64 record_stride;
+  int requests;
 };
 
 constexpr int kDim = 128;  // keys and values of a head
@@ -124,7 +125,6 @@ struct Layout {
   static_assert(C::kTokens >= 1 && C::kTokens <= 8 && C::kHeads >= 1 && C::kHeads <= 128);
   static_assert(kRowWarps >= 4 && kRowWarps <= C::kWarps && kPasses * kPassValues == kValues);
   static_assert(C::kConvLen >= 3 && (C::kTokens == 1 || C::kConvLen >= 2 + C::kTokens));
-  static_assert(kSmemBytes == C::kSmemBytes, "host and device disagree about shared memory");
 };
 
 // ---- The request: which slots, how many tokens, or dead
@@ -166,8 +166,12 @@ __device__ inline void resolve_slots(Request& r, const Params& p, i64 n) {
 
 // The first check that fails decides (kda 9.3); `counts` in one thread of the request.
 template <class C>
-__device__ inline void read_length(Request& r, const Params& p, i64 n, bool counts) {
-  r.length = p.lengths != nullptr ? p.lengths[n] : C::kTokens;
+__device__ inline int load_length(const Params& p, i64 n) {
+  return p.lengths != nullptr ? p.lengths[n] : C::kTokens;
+}
+template <class C>
+__device__ inline void judge_length(Request& r, const Params& p, i64 n, int length, bool counts) {
+  r.length = length;
   const bool good_length = r.length >= 0 && r.length <= C::kTokens;
   r.live = r.readable && good_length && r.length > 0;
   if (!counts || p.counters == nullptr) return;
@@ -409,6 +413,34 @@ __device__ inline void sum_rows(float (&v)[kRows]) {
   }
 }
 
+// One token on a thread's rows. `v`, u and S q, which lacks u (k . q), are those of the rows whose sums the lane has,
+// as sum_rows() leaves them.
+template <int kSpread, int kStride, int kRows>
+__device__ inline void advance(float4 (&s)[kRows][4], const Vectors& token, float beta,
+                               const float (&v)[kRows / kSpread], float (&u)[kRows / kSpread], float (&sq)[kRows]) {
+  constexpr int kOwn = kRows / kSpread;
+  float sk[kRows] = {};
+#pragma unroll
+  for (int i = 0; i < 4; ++i)
+#pragma unroll
+    for (int g = 0; g < kRows; ++g) {
+      s[g][i] = multiplied(s[g][i], token.decay[i]);
+      sk[g] = dot_onto(sk[g], s[g][i], token.k[i]);
+      sq[g] = dot_onto(sq[g], s[g][i], token.q[i]);
+    }
+  sum_rows<kSpread, kStride>(sk);
+#pragma unroll
+  for (int g = 0; g < kOwn; ++g) u[g] = beta * (v[g] - sk[g]);
+  sum_rows<kSpread, kStride>(sq);
+#pragma unroll
+  for (int g = 0; g < kRows; ++g) {
+    float of_row = u[g % kOwn];
+    if (g >= kOwn) of_row = __shfl_xor_sync(~0u, of_row, g * (8 / kSpread) * kStride);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) s[g][i] = multiply_add({of_row, of_row, of_row, of_row}, token.k[i], s[g][i]);
+  }
+}
+
 // ---- Records (kda 5.5, 8)
 
 // One head's part of a slot's area.
@@ -502,15 +534,17 @@ __device__ inline void load_state(const Params& p, SmemAddress to, int source, i
       bulk_load(to + part * L::kPartPitch, from + part * L::kPartValues * kDim, kBytes, barriers + pass * 8);
   }
 }
-__device__ inline void wait_arrival(SmemAddress barrier) {
-  while (!barrier_try_wait(barrier, 0)) {
+__device__ inline void wait_phase(SmemAddress barrier, u32 parity) {
+  while (!barrier_try_wait(barrier, parity)) {
   }
 }
+__device__ inline void wait_arrival(SmemAddress barrier) { wait_phase(barrier, 0); }
 
 // `smem`: C::kSmemBytes of the CTA, aligned to 128.
 template <class C>
 __device__ inline void kda_step(const Params& p, u8* smem) {
   using L = Layout<C>;
+  static_assert(L::kSmemBytes == C::kSmemBytes, "host and device disagree about shared memory");
   const SmemAddress state_smem = smem_address(smem);
   const float* taps = reinterpret_cast<const float*>(smem + L::kWeights);
   const float* norm_weight = taps + 4 * (2 * kDim + L::kValues);
@@ -617,7 +651,7 @@ __device__ inline void kda_step(const Params& p, u8* smem) {
   // Not where they are loaded: the warp would wait before it asks for anything else.
   a = expf(a);
   if constexpr (!C::kEarlyCaches) read_caches();
-  read_length<C>(r, p, n, head == 0 && rank == 0 && threadIdx.x == 0);
+  judge_length<C>(r, p, n, load_length<C>(p, n), head == 0 && rank == 0 && threadIdx.x == 0);
 
   // ---- Zeros for tokens that are not there, and for dead requests
 
@@ -818,27 +852,8 @@ __device__ inline void kda_step(const Params& p, u8* smem) {
       float v[kOwn];
 #pragma unroll
       for (int g = 0; g < kOwn; ++g) v[g] = own_v[g];
-      float sk[C::kPassRows] = {}, sq[C::kPassRows] = {};
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-#pragma unroll
-        for (int g = 0; g < C::kPassRows; ++g) {
-          s[g][i] = multiplied(s[g][i], token.decay[i]);
-          sk[g] = dot_onto(sk[g], s[g][i], token.k[i]);
-          sq[g] = dot_onto(sq[g], s[g][i], token.q[i]);
-        }
-      sum_rows<kSpread, L::kLaneStride>(sk);
-      float own_u[kOwn];
-#pragma unroll
-      for (int g = 0; g < kOwn; ++g) own_u[g] = scalar.x * (v[g] - sk[g]);
-      sum_rows<kSpread, L::kLaneStride>(sq);
-#pragma unroll
-      for (int g = 0; g < C::kPassRows; ++g) {
-        float u = own_u[g % kOwn];
-        if (g >= kOwn) u = __shfl_xor_sync(~0u, u, g * (8 / kSpread) * L::kLaneStride);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) s[g][i] = multiply_add({u, u, u, u}, token.k[i], s[g][i]);
-      }
+      float own_u[kOwn], sq[C::kPassRows] = {};
+      advance<kSpread, L::kLaneStride>(s, token, scalar.x, v, own_u, sq);
 #pragma unroll
       for (int g = 0; g < kOwn; ++g)
         if (owns) o_smem[t * L::kValues + first + own_row + g] = round_bf16(__fmaf_rn(own_u[g], scalar.y, sq[g]));

@@ -25,7 +25,7 @@ nb::object key_object(KdaKey key) {
   return nb::make_tuple(key.requests, key.tokens);
 }
 
-// {key: row_stride} or {key: {"row_stride": .., "gate": .., "tactic": (split, warps, pass_rows)}}.
+// {key: row_stride} or {key: {"row_stride": .., "gate": .., "tactic": (split, warps, pass_rows[, stream])}}.
 std::vector<KdaPolicy> policies_of(const nb::dict& policies) {
   std::vector<KdaPolicy> all;
   for (const auto& [key, value] : policies) {
@@ -38,8 +38,13 @@ std::vector<KdaPolicy> policies_of(const nb::dict& policies) {
         } else if (word == "gate") {
           policy.gate = value_of(kGates, nb::cast<std::string>(field), "gate");
         } else if (word == "tactic") {
-          const auto [split, warps, pass_rows] = nb::cast<std::tuple<int, int, int>>(field);
-          policy.tactic = KdaTactic{split, warps, pass_rows};
+          if (nb::len(field) == 3) {
+            const auto [split, warps, pass_rows] = nb::cast<std::tuple<int, int, int>>(field);
+            policy.tactic = KdaTactic{split, warps, pass_rows};
+          } else {
+            const auto [split, warps, pass_rows, stream] = nb::cast<std::tuple<int, int, int, bool>>(field);
+            policy.tactic = KdaTactic{split, warps, pass_rows, stream};
+          }
         } else {
           refuse(StatusCode::kInvalidArgument, "policies", word, "row_stride, gate, tactic");
         }
@@ -248,9 +253,9 @@ there, and the next accepted is 1.)")
           "tactic",
           [](const PyKda& self, nb::handle key) {
             const KdaTactic t = self.kda.tactic(key_of(key));
-            return nb::make_tuple(t.split, t.warps, t.pass_rows);
+            return nb::make_tuple(t.split, t.warps, t.pass_rows, t.stream);
           },
-          nb::arg("key"), "(split, warps, pass_rows) of a key.")
+          nb::arg("key"), "(split, warps, pass_rows, stream) of a key.")
       .def("stats", [](const PyKda& self) {
         const KdaStats s = self.kda.stats();
         nb::dict counters;

@@ -40,6 +40,7 @@ struct Params {  // twostep::kda::Params of kernels/kda/kda_step.cuh
   float lower_bound;
   std::uint8_t* records;
   long long record_stride;
+  int requests;
 };
 
 struct FoldParams {  // twostep::kda::FoldParams of kernels/kda/records.cuh
@@ -126,13 +127,14 @@ class CudaKda final : public KdaPlan {
     params.slots_stride = step.slots_stride;
     params.window = static_cast<int>(step.window);
     params.records = step.records;
+    params.requests = static_cast<int>(step.requests);
     void* arguments[] = {&params};
     const ContextGuard context(context_);
     const bool capturing = is_capturing(stream);
     const bool ordinary = ordinary_next_.load(std::memory_order_acquire);
     Launch what;
     what.function = loaded.compiled->function;
-    what.grid_x = static_cast<std::uint32_t>(step.requests * model_.heads * loaded.tactic.split);
+    what.grid_x = kda_grid(model_.heads, step.requests, loaded.tactic, facts_);
     what.block = static_cast<std::uint32_t>(kda_threads(loaded.tactic));
     what.cluster_x = static_cast<std::uint32_t>(loaded.tactic.split);
     what.smem_bytes = loaded.smem_bytes;

@@ -44,10 +44,20 @@ const std::map<std::string, std::vector<KdaTableEntry>>& tables() {
   return all;
 }
 
+// See StreamLayout of kernels/kda/kda_stream.cuh.
+int stream_smem_bytes(int tokens, int folded) {
+  const int state = kKdaHeadDim * kKdaHeadDim + 4 * 8;  // four parts, 32 bytes apart
+  const int of_tokens = tokens * (4 * kKdaHeadDim + 2) + (std::max(tokens, folded) + 2 * folded) * kKdaHeadDim;
+  const int stage = ((state + of_tokens) * 4 + 32 + 127) / 128 * 128;
+  const int inbox = (tokens + (3 + tokens) * 4 + folded * 2) * kKdaHeadDim * 2;
+  const int constants = (3 * kKdaConvWidth + 2) * kKdaHeadDim * 4;
+  return 2 * (stage + inbox) + constants + 6 * 8 + 2 * 16;
+}
+
 }  // namespace
 
 std::string to_string(const KdaTactic& t) {
-  return fmt::format("split {} warps {} pass_rows {}", t.split, t.warps, t.pass_rows);
+  return fmt::format("split {} warps {} pass_rows {}{}", t.split, t.warps, t.pass_rows, t.stream ? " stream" : "");
 }
 
 int kda_folded(StateMode mode, int conv_len) {
@@ -55,12 +65,19 @@ int kda_folded(StateMode mode, int conv_len) {
 }
 
 int kda_smem_bytes(int tokens, const KdaTactic& t, int folded) {
+  if (t.stream) return stream_smem_bytes(tokens, folded);
   const int values = values_of(t);
   const int weights = kKdaConvWidth * (2 * kKdaHeadDim + values) + values;  // conv taps, norm
   const int of_tokens = tokens * (3 * kKdaHeadDim + values + 2) + std::max(tokens, folded) * values + t.split * tokens;
   const int state = values * kKdaHeadDim + (tokens > 1 ? values / pass_values(t) * 4 * 8 : 0);  // parts, 32 bytes apart
   const int floats = state + weights + of_tokens + folded * 2 * kKdaHeadDim;
   return (floats * 4 + 7) / 8 * 8 + (values / pass_values(t) + 2 + (folded > 0)) * 8;
+}
+
+std::uint32_t kda_grid(int heads, std::int64_t requests, const KdaTactic& t, const DeviceFacts& facts) {
+  const std::int64_t request_heads = requests * heads;
+  return static_cast<std::uint32_t>(t.stream ? std::min<std::int64_t>(request_heads, facts.sm_count)
+                                             : request_heads * t.split);
 }
 
 Status kda_tactic_valid(const KdaTactic& t, int tokens, const DeviceFacts& facts, int folded) {
@@ -71,6 +88,9 @@ Status kda_tactic_valid(const KdaTactic& t, int tokens, const DeviceFacts& facts
   if (!one_of(kWarpCounts, t.warps)) return invalid("warps", t.warps, "4, 8, 16");
   if (!one_of(kPassRows, t.pass_rows)) return invalid("pass_rows", t.pass_rows, "1, 2, 4");
   if (t.split > 1 && facts.arch == 120) return invalid("split", t.split, "1 on this architecture");
+  if (t.stream && (folded == 0 || tokens == 1)) return invalid("stream", 1, "verify in state mode records");
+  if (t.stream && (t.split != 1 || t.warps != 16 || t.pass_rows != 4))
+    return invalid("stream", 1, "split 1, warps 16, pass_rows 4");
   if (pass_values(t) < 4 * 4 * t.pass_rows)
     return invalid("pass_rows", t.pass_rows, fmt::format("four warps hold the {} values of a CTA", values_of(t)));
   if (const int bytes = kda_smem_bytes(tokens, t, folded); bytes > facts.smem_per_block)
@@ -84,7 +104,9 @@ std::vector<KdaTactic> valid_kda_tactics(int tokens, const DeviceFacts& facts, i
   for (int split : kSplits)
     for (int warps : kWarpCounts)
       for (int rows : kPassRows)
-        if (const KdaTactic t{split, warps, rows}; kda_tactic_valid(t, tokens, facts, folded).ok()) all.push_back(t);
+        for (bool stream : {false, true})
+          if (const KdaTactic t{split, warps, rows, stream}; kda_tactic_valid(t, tokens, facts, folded).ok())
+            all.push_back(t);
   return all;
 }
 
@@ -98,7 +120,7 @@ std::vector<KdaTableEntry> kda_table(std::string_view text) {
                        item.at("heads"),
                        item.at("tokens"),
                        item.at("requests"),
-                       {tactic.at("split"), tactic.at("warps"), tactic.at("pass_rows")},
+                       {tactic.at("split"), tactic.at("warps"), tactic.at("pass_rows"), tactic.value("stream", false)},
                        item.at("us")});
   }
   return entries;
@@ -135,8 +157,10 @@ KdaTactic kda_tactic(int heads, KdaKey key, const DeviceFacts& facts, int folded
     if (t.split == 1 && ctas_per_sm(1, {1, 4, 1}, folded) > 2) t.warps = 4;
   } else if (t.split < 4) {
     constexpr std::int64_t kManyHeads = 256;  // of all requests: a record costs little, so that halves need not overlap
-    t.split = facts.arch == 120 || (records && request_heads > kManyHeads) ? 1 : 2;
-    t.pass_rows = t.split == 1 && facts.arch != 120 ? 4 : 2;  // four would spill on 120
+    constexpr KdaTactic kStream{1, 16, 4, true};
+    if (request_heads > kManyHeads && kda_tactic_valid(kStream, key.tokens, facts, folded).ok()) return kStream;
+    t.split = facts.arch == 120 ? 1 : 2;
+    t.pass_rows = 2;
   }
   return t;
 }
@@ -178,20 +202,21 @@ struct Config {{
 
 KdaKernelText kda_kernel_text(const KdaBuild& b, const KdaTestSwitches& test) {
   KdaKernelText kernel;
-  kernel.name =
-      fmt::format("kda-h{}-q{}-{}-l{}{}-s{}w{}p{}", b.heads, b.tokens, b.conv_dim_first ? "ds" : "sd", b.conv_len,
-                  b.records ? "-records" : "", b.tactic.split, b.tactic.warps, b.tactic.pass_rows);
+  kernel.name = fmt::format("kda-h{}-q{}-{}-l{}{}-s{}w{}p{}{}", b.heads, b.tokens, b.conv_dim_first ? "ds" : "sd",
+                            b.conv_len, b.records ? "-records" : "", b.tactic.split, b.tactic.warps, b.tactic.pass_rows,
+                            b.tactic.stream ? "-stream" : "");
   kernel.entry = "kda_step";
+  const char* function = b.tactic.stream ? "kda_stream" : "kda_step";  // each in the file of its name
   kernel.rules = kKdaRules;
-  kernel.text =
-      fmt::format(R"(#include "kda/kda_step.cuh"
+  kernel.text = fmt::format(R"(#include "kda/{}.cuh"
 {}
 extern "C" __global__ void __launch_bounds__({}, {}) kda_step(const __grid_constant__ twostep::kda::Params params) {{
   extern __shared__ __align__(128) unsigned char smem[];
-  twostep::kda::kda_step<Config>(params, smem);
+  twostep::kda::{}<Config>(params, smem);
 }}
 )",
-                  config_text(b, test.fault), kda_threads(b.tactic), ctas_per_sm(b.tokens, b.tactic, kda_folded(b)));
+                            function, config_text(b, test.fault), kda_threads(b.tactic),
+                            ctas_per_sm(b.tokens, b.tactic, kda_folded(b)), function);
   return kernel;
 }
 

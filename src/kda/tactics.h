@@ -60,6 +60,8 @@ KdaTactic kda_tactic(int heads, KdaKey key, const DeviceFacts& facts, int folded
 // Dynamic shared memory of a CTA, as the kernel computes it.
 int kda_smem_bytes(int tokens, const KdaTactic& tactic, int folded = 0);
 inline int kda_threads(const KdaTactic& tactic) { return tactic.warps * 32; }
+// CTAs of a launch.
+std::uint32_t kda_grid(int heads, std::int64_t requests, const KdaTactic& tactic, const DeviceFacts& facts);
 
 struct KdaKernelText {
   std::string name;   // "kda-h12-q1-sd-l3-s8w8p1"

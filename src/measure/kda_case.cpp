@@ -425,7 +425,9 @@ std::string to_options(const KdaProblem& p) {
       {p.dead, "--dead"}, {p.early_caches, "--early-caches"}, {p.records, "--mode records"}};
   for (const auto& [set, name] : flags)
     if (set) text += fmt::format(" {}", name);
-  if (p.tactic) text += fmt::format(" --tactic {},{},{}", p.tactic->split, p.tactic->warps, p.tactic->pass_rows);
+  if (p.tactic)
+    text += fmt::format(" --tactic {},{},{}{}", p.tactic->split, p.tactic->warps, p.tactic->pass_rows,
+                        p.tactic->stream ? ",stream" : "");
   return text + fmt::format(" --seed {}", p.seed);
 }
 

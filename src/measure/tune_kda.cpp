@@ -115,6 +115,7 @@ TuneKind kda_kind(const KdaTuneKeys& keys) {
 Json kda_entry_json(const KdaTask& task, const KdaTactic& tactic, double us) {
   Json json = fields(task);
   json["tactic"] = {{"split", tactic.split}, {"warps", tactic.warps}, {"pass_rows", tactic.pass_rows}};
+  if (tactic.stream) json["tactic"]["stream"] = true;
   json["us"] = hundredths(us);
   return json;
 }

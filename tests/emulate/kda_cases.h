@@ -31,6 +31,10 @@ inline std::vector<KdaBuild> emulated_kda() {
            {8, 10, false, true, false, false, false, {4, 16, 2}},
            {6, 8, true, true, false, false, true, {1, 16, 4}},
            {1, 3, false, true, false, false, false, {2, 16, 2}},
+           {8, 10, false, true, false, false, true, {1, 16, 4, true}},
+           {4, 10, true, false, true, true, true, {1, 16, 4, true}},
+           {2, 4, false, false, true, false, true, {1, 16, 4, true}},
+           {5, 7, true, true, false, false, true, {1, 16, 4, true}},
        }) {
     KdaBuild build;
     build.heads = 2;

@@ -1,4 +1,4 @@
-// The step kernel of PreparedKda without a GPU: the text and the configurations that NVRTC is given, in the emulator,
+// The step kernels of PreparedKda without a GPU: the text and the configurations that NVRTC is given, in the emulator,
 // judged as on a GPU (kda 11.1). CTAs take turns in a drawn order, each with its threads from the first or from the
 // last; copies in arrive when they are waited for, copies out the last one first. exp2 and 1 / x are the host's: no
 // subnormal is flushed.
@@ -16,6 +16,8 @@ namespace {
 
 using KdaEmulated = KdaTest;
 
+constexpr int kSms = 3;  // of the GPU: CTAs that stay, with units of more than one head each
+
 struct Emulated {
   KdaBuild build;
   void (*kernel)(const kda::Params&, u8*);
@@ -25,7 +27,7 @@ struct Emulated {
 std::vector<Emulated> all_emulated() {
   std::vector<Emulated> all;
   const std::vector<KdaBuild> builds = emulated_kda();
-#define EMULATED(i) all.push_back({builds[i], &kda::kda_step<kda_##i::Config>, kda_##i::Config::kSmemBytes});
+#define EMULATED(i, kernel) all.push_back({builds[i], &kda::kernel<kda_##i::Config>, kda_##i::Config::kSmemBytes});
   FOR_EMULATED_KDA(EMULATED)
 #undef EMULATED
   return all;
@@ -89,12 +91,15 @@ Outcome run_emulated(const Emulated& emulated, Scene& scene, std::uint64_t seed,
     p.records = static_cast<u8*>(call.caches.records->data);
     p.record_stride = call.caches.records->stride[0];
   }
+  p.requests = scene.step.requests;
 
   cluster_size = static_cast<unsigned>(build.tactic.split);
   cluster_threads = static_cast<unsigned>(kda_threads(build.tactic));
   clusters.clear();
   emulate::Launch launch;
-  launch.grid.x = static_cast<unsigned>(scene.step.requests * build.heads) * cluster_size;
+  DeviceFacts facts;
+  facts.sm_count = kSms;
+  launch.grid.x = kda_grid(build.heads, scene.step.requests, build.tactic, facts);
   launch.threads = cluster_threads;
   launch.memory = static_cast<std::size_t>(emulated.smem_bytes);
   std::vector<std::uint64_t> late(launch.grid.x);

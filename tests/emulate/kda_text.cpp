@@ -5,7 +5,7 @@
 
 int main() {
   using namespace twostep;
-  std::puts("#pragma once\n#include \"kda/kda_step.cuh\"");
+  std::puts("#pragma once\n#include \"kda/kda_stream.cuh\"");
   const std::vector<KdaBuild> builds = emulated_kda();
   for (std::size_t i = 0; i < builds.size(); ++i) {
     const std::string text = kda_kernel_text(builds[i]).text, end = "\n};\n";
@@ -14,6 +14,7 @@ int main() {
                 text.substr(first, text.find(end, first) + end.size() - first).c_str());
   }
   std::puts("#define FOR_EMULATED_KDA(CASE) \\");
-  for (std::size_t i = 0; i < builds.size(); ++i) std::printf("  CASE(%zu) \\\n", i);
+  for (std::size_t i = 0; i < builds.size(); ++i)
+    std::printf("  CASE(%zu, %s) \\\n", i, builds[i].tactic.stream ? "kda_stream" : "kda_step");
   std::puts("");
 }

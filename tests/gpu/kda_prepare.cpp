@@ -149,7 +149,7 @@ TEST_F(KdaPrepare, refused_layouts_leave_the_object_as_it_was) {
 
 TEST_F(KdaPrepare, a_refused_tactic_is_named_and_nothing_is_prepared) {
   Scene scene(random, {.requests = 2});
-  for (const KdaTactic tactic : {KdaTactic{3, 8, 1}, KdaTactic{1, 12, 1}, KdaTactic{8, 8, 1}}) {
+  for (const KdaTactic tactic : {KdaTactic{3, 8, 1}, KdaTactic{1, 12, 1}, KdaTactic{8, 8, 2}}) {
     RigOptions rig = scene.rig.options();
     rig.keys = {{1, 1}, {2, 1}};
     KdaOptions options = kda_options(scene.layer.values(), scene.shape, rig);

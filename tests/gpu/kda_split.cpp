@@ -18,14 +18,17 @@ namespace {
 using KdaSplit = KdaGpuTest;
 using KdaFaults = KdaGpuTest;
 
-std::vector<KdaTactic> tactics(int tokens) { return valid_kda_tactics(tokens, device_facts(test::kDevice)); }
+std::vector<KdaTactic> tactics(int tokens, bool records = false) {
+  return valid_kda_tactics(tokens, device_facts(test::kDevice), records ? 8 : 0);
+}
 
-// The widest of each split.
-std::vector<KdaTactic> one_of_each_split(int tokens) {
+// The widest of each split, and the one whose CTAs stay.
+std::vector<KdaTactic> one_of_each_split(int tokens, bool records) {
   std::vector<KdaTactic> chosen;
-  for (const KdaTactic& tactic : tactics(tokens)) {
-    if (chosen.empty() || chosen.back().split != tactic.split) chosen.push_back(tactic);
-    else chosen.back() = tactic;
+  for (const KdaTactic& tactic : tactics(tokens, records)) {
+    const KdaTactic* last = chosen.empty() ? nullptr : &chosen.back();
+    if (last != nullptr && last->split == tactic.split && last->stream == tactic.stream) chosen.back() = tactic;
+    else chosen.push_back(tactic);
   }
   return chosen;
 }
@@ -61,7 +64,7 @@ TEST_F(KdaSplit, every_tactic_is_right_repeats_its_bits_and_spills_nothing) {
   std::vector<SceneSpec> specs;
   for (const bool records : {false, true})
     for (const int tokens : {1, 2, 5, 8})
-      for (const KdaTactic& tactic : tactics(tokens)) {
+      for (const KdaTactic& tactic : tactics(tokens, records)) {
         const auto index = static_cast<int>(specs.size());
         SceneSpec spec{.heads = 2, .requests = 3, .tokens = tokens};
         spec.dim_first = index % 2 != 0;
@@ -106,7 +109,7 @@ TEST_F(KdaSplit, dead_and_live_requests_share_a_grid_at_every_split) {
   for (const int tokens : {1, 4, 8})
     for (const bool early_caches : {false, true})
       for (const bool records : {false, true})
-        for (const KdaTactic& tactic : one_of_each_split(tokens)) {
+        for (const KdaTactic& tactic : one_of_each_split(tokens, records)) {
           SceneSpec spec{.heads = 2, .requests = 8, .tokens = tokens, .records = records};
           spec.rig.tactic = tactic;
           spec.rig.early_caches = early_caches;
@@ -141,7 +144,7 @@ TEST_F(KdaSplit, requests_on_one_slot_hang_nothing_and_leave_the_others_right) {
   constexpr int kRequests = 64, kLast = kRequests - 1;
   std::vector<SceneSpec> specs;
   for (const int tokens : {1, 8})
-    for (const KdaTactic& tactic : one_of_each_split(tokens)) {
+    for (const KdaTactic& tactic : one_of_each_split(tokens, true)) {
       SceneSpec spec{.heads = 12, .requests = kRequests, .tokens = tokens, .conv_len = 10, .records = true};
       spec.rig.tactic = tactic;
       specs.push_back(spec);
@@ -174,13 +177,55 @@ TEST_F(KdaSplit, requests_on_one_slot_hang_nothing_and_leave_the_others_right) {
   }
 }
 
+// ---- CTAs that stay
+
+// Against the kernel whose CTAs do not: many requests to a CTA, each with a fate of its own, and heads that change in
+// the middle of one.
+TEST_F(KdaSplit, ctas_that_stay_leave_the_same_bits) {
+  for (const int tokens : {2, 5, 8})
+    for (const bool dim_first : {false, true}) {
+      SceneSpec spec{.heads = 12, .requests = 80, .tokens = tokens, .conv_len = 10, .records = true};
+      spec.softplus = spec.dim_first = dim_first;
+      spec.rig.tactic = KdaTactic{1, 16, 4, true};
+      if (const Status valid = kda_tactic_valid(*spec.rig.tactic, tokens, device_facts(test::kDevice), 8); !valid.ok())
+        GTEST_SKIP() << valid.message();
+      SCOPED_TRACE(name_of(spec));
+      Scene scene(random, spec);
+      RigOptions options = spec.rig;
+      options.tactic = KdaTactic{1, 8, 4};
+      Rig other(scene.layer, scene.shape, options);
+      const auto drawn = [&](int low, int high) {
+        return low + static_cast<std::int32_t>(random() % static_cast<std::uint64_t>(high - low + 1));
+      };
+      std::vector<std::int32_t> accepted, lengths;
+      for (int n = 0; n < spec.requests; ++n) {
+        accepted.push_back(drawn(0, 9) == 0 ? 9 : drawn(1, tokens));
+        lengths.push_back(drawn(0, 3) == 0 ? drawn(-1, tokens + 1) : tokens);
+        if (drawn(0, 9) == 0) scene.step.slots[static_cast<std::size_t>(n * scene.step.slots_stride)] = drawn(-1, 0);
+      }
+      scene.step.accepted = accepted;
+      scene.step.lengths = lengths;
+      scene.step.given_tokens = tokens;
+      scene.refill(random);
+      for (int n = 0; n < spec.requests; n += 7)
+        if (const std::int64_t slot = scene.step.slot(n, 0); slot > 0) fill_records(random, &scene.before, slot, 1, -1);
+      const Outcome outcome = scene.run();
+      expect_right(scene.judge(outcome));
+      const Outcome same = run(other, scene.step, scene.before);
+      expect_same_bits(outcome, same);
+      EXPECT_EQ(outcome.counters.stale_records, same.counters.stale_records);
+      EXPECT_EQ(outcome.counters.bad_length, same.counters.bad_length);
+      for (int repeat = 0; repeat < 5; ++repeat) expect_same_bits(scene.run(), outcome);
+    }
+}
+
 // ---- Shared memory
 
 TEST_F(KdaSplit, nothing_is_read_from_shared_memory_before_it_is_written) {
   std::vector<SceneSpec> specs;
   for (const int tokens : {1, 4})
     for (const bool records : {false, true})
-      for (const KdaTactic& tactic : one_of_each_split(tokens)) {
+      for (const KdaTactic& tactic : one_of_each_split(tokens, records)) {
         SceneSpec spec{.heads = 2, .requests = 8, .tokens = tokens, .records = records};
         spec.rig.tactic = tactic;
         spec.rig.switches = switches();

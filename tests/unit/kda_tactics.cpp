@@ -45,6 +45,30 @@ TEST(KdaTactics, four_warps_or_more_hold_the_values_of_a_cta) {
   EXPECT_TRUE(kda_tactic_valid({1, 16, 4}, 1, hopper()).ok());
 }
 
+TEST(KdaTactics, ctas_stay_in_verify_with_records_and_in_one_shape) {
+  const KdaTactic stays{1, 16, 4, true};
+  EXPECT_EQ(to_string(stays), "split 1 warps 16 pass_rows 4 stream");
+  for (int tokens = 2; tokens <= kKdaMaxTokens; ++tokens)
+    for (const int folded : {1, 4, 8}) {
+      EXPECT_TRUE(kda_tactic_valid(stays, tokens, hopper(), folded).ok()) << tokens << ", " << folded;
+      EXPECT_FALSE(kda_tactic_valid(stays, tokens, consumer(), folded).ok());  // no room
+      int listed = 0;
+      for (const KdaTactic& tactic : valid_kda_tactics(tokens, hopper(), folded)) listed += tactic.stream;
+      EXPECT_EQ(listed, 1);
+    }
+  expect_refusal(stays, 8, hopper(), "tactic.stream = 1; accepted: verify in state mode records");
+  const auto refused = [](const KdaTactic& tactic, int tokens) {
+    return kda_tactic_valid(tactic, tokens, hopper(), 8).message();
+  };
+  EXPECT_NE(refused(stays, 1).find("tactic.stream"), std::string::npos);
+  for (const KdaTactic& other : {KdaTactic{1, 8, 4, true}, {1, 16, 2, true}, {2, 16, 4, true}})
+    EXPECT_NE(refused(other, 8).find("accepted: split 1, warps 16, pass_rows 4"), std::string::npos);
+  // A CTA on each SM at most, and as many elsewhere as there are heads of all requests and pieces of them.
+  EXPECT_EQ(kda_grid(12, 8, stays, hopper()), 96u);
+  EXPECT_EQ(kda_grid(12, 128, stays, hopper()), 132u);
+  EXPECT_EQ(kda_grid(12, 128, {2, 8, 1}, hopper()), 3072u);
+}
+
 TEST(KdaTactics, clusters_are_refused_where_there_are_none) {
   expect_refusal({2, 8, 1}, 1, consumer(), "split = 2; accepted: 1 on this architecture");
   EXPECT_TRUE(kda_tactic_valid({1, 8, 1}, 1, consumer()).ok());
@@ -291,6 +315,11 @@ TEST(KdaTactics, equal_builds_give_equal_text_and_each_number_gives_another) {
   KdaBuild records = a_build();
   records.records = true;
   EXPECT_NE(kda_kernel_text(records).name, kda_kernel_text(a_build()).name);
+  KdaBuild streams = records;
+  streams.tactic = {1, 16, 4, true};
+  EXPECT_EQ(kda_kernel_text(streams).name, "kda-h12-q4-sd-l10-records-s1w16p4-stream");
+  EXPECT_NE(kda_kernel_text(streams).text.find("#include \"kda/kda_stream.cuh\""), std::string::npos);
+  EXPECT_TRUE(texts.insert(kda_kernel_text(streams).text).second);
   KdaTestSwitches fault;
   fault.fault = "kOther";
   EXPECT_TRUE(texts.insert(kda_kernel_text(a_build(), fault).text).second);
