@@ -19,17 +19,6 @@ __device__ inline bool elect_one() {
 // The value of the first lane, which all lanes have: the compiler then keeps it in uniform registers.
 __device__ inline int warp_uniform(int v) { return __shfl_sync(0xffffffffu, v, 0); }
 
-// Every warp of a warp group: registers of each thread from here on, more or fewer than at launch. Those that take more
-// wait for those that give.
-template <int kRegisters>
-__device__ inline void take_registers() {
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
-}
-template <int kRegisters>
-__device__ inline void give_registers() {
-  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
-}
-
 // ---- Programmatic dependent launch
 
 // Returns when the kernels before this one on the stream are complete and their writes are visible.

@@ -202,8 +202,8 @@ struct Preparer {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const uint4 low = f_b[0][i], high = f_b[1][i];
-      uint4 f = {0, 0, 0, 0};
-      if (lane / 4 < C::kTokens) f = *reinterpret_cast<const uint4*>(f_piece(inbox, lane / 4, i * 4 + lane % 4));
+      // Of tokens that are not there, anything: their g is not used.
+      const uint4 f = *reinterpret_cast<const uint4*>(f_piece(inbox, lane / 4, i * 4 + lane % 4));
       mma_16x8x16(g, {low.x, high.x, low.y, high.y}, f.x, f.y);
       mma_16x8x16(g, {low.z, high.z, low.w, high.w}, f.z, f.w);
     }
@@ -224,8 +224,8 @@ struct Preparer {
                   Gate<C>::row(warp, 0, e / 2, lane)] = to_bf16(g[e]);
   }
 
-  // q, k, v, beta and k . q of the warp's token; its part of the line; its k to the records.
-  __device__ void convolve(const Unit& unit, u16 beta, const u8* inbox, const Stage<C>& stage) const {
+  // q, k, v, beta and k . q of the warp's token; its part of the line; its k to the records. Returns its z.
+  __device__ uint2 convolve(const Unit& unit, u16 beta, const u8* inbox, const Stage<C>& stage) const {
     const int t = warp, channel = unit.head * kDim + lane * 4;
     const float* taps = reinterpret_cast<const float*>(smem + L::kTaps) + lane * 4;
     const u16* from = reinterpret_cast<const u16*>(inbox + L::kRows) + t * 4 * kDim + lane * 4;
@@ -250,10 +250,11 @@ struct Preparer {
     vectors[kDim / 4] = scaled(q, q_scale);
     reinterpret_cast<float4*>(stage.v())[t * 32 + lane] = y[2];
     if (lane == 0) stage.scalars()[t] = {sigmoid(__uint_as_float(u32(beta) << 16)), qk * k_scale * q_scale};
-    if (p.rounded == nullptr) return;
+    if (p.rounded != nullptr)
 #pragma unroll
-    for (int third = 0; third < 3; ++third)
-      store_four(p.rounded + ((i64(unit.n) * C::kTokens + t) * 4 + third) * L::kChannels + channel, narrow(y[third]));
+      for (int third = 0; third < 3; ++third)
+        store_four(p.rounded + ((i64(unit.n) * C::kTokens + t) * 4 + third) * L::kChannels + channel, narrow(y[third]));
+    return load_four(from + (3 * 4 + 3) * kDim);
   }
 
   __device__ void recall(int t, float a, const u8* inbox, const Stage<C>& stage) const {
@@ -283,10 +284,9 @@ struct Preparer {
   // Units first .. first + count - 1.
   __device__ void run(int first, int units) const {
     Fate* fates = reinterpret_cast<Fate*>(smem + L::kFates);
-    int head = first / p.requests, n = first % p.requests;  // of the next unit to be loaded
-    const auto go_on = [&] {
-      if (++n == p.requests) n = 0, ++head;
-    };
+    int head = first / p.requests, n = first % p.requests;  // of a unit
+    const auto after = [&](int request) { return request + 1 == p.requests ? 0 : request + 1; };
+    const auto head_after = [&] { return head + (n + 1 == p.requests); };
 
     // ---- Weights before the dependency; then the first unit
 
@@ -305,16 +305,19 @@ struct Preparer {
       load_slots(asked, p, request, lane);
       asked.length = load_length<C>(p, request);
     };
-    const auto tell = [&](Fate& fate) {
-      resolve_slots<C>(asked, p, n);
-      judge_length<C>(asked, p, n, asked.length, head == 0 && lane == 0);
-      if (lane == 0)
-        fate.line = asked.line, fate.accepted = asked.accepted, fate.length = asked.live ? asked.length : 0;
-      ask(n + 1 == p.requests ? 0 : n + 1);
+    const auto tell = [&](Fate& fate, int request, int of_head) {
+      resolve_slots<C>(asked, p, request);
+      judge_length<C>(asked, p, request, asked.length, of_head == 0 && lane == 0);
+      if (lane == 0) {  // not the count, which may still be read
+        fate.line = asked.line;
+        fate.accepted = asked.accepted;
+        fate.length = asked.live ? asked.length : 0;
+      }
+      ask(after(request));
     };
     if (leads()) {
       ask(n);
-      tell(fates[0]);
+      tell(fates[0], n, head);
     }
     named_barrier(1, kThreads);
     int count = 0;
@@ -325,7 +328,7 @@ struct Preparer {
 
     int filled = 0, finished = 0;              // stages
     uint2 older_z = {0, 0}, newer_z = {0, 0};  // of the units in them
-    for (int i = 0; i < units; ++i) {
+    for (int i = 0; i < units; ++i, head = head_after(), n = after(n)) {
       Fate& fate = fates[i % 2];
       Fate& next_fate = fates[(i + 1) % 2];
       Unit unit = {n, head, fate.line, fate.length, fate.accepted};
@@ -336,7 +339,6 @@ struct Preparer {
         load_head(head, f_b);
         a = expf(p.a_log[head]);
       }
-      go_on();
 
       // ---- A free stage, a full inbox, and what one warp knows; then the next unit is loaded
 
@@ -346,13 +348,13 @@ struct Preparer {
       }
       if (leads()) {
         if (lane == 0) fate.count = count;
-        if (i + 1 < units) tell(next_fate);
+        if (i + 1 < units) tell(next_fate, after(n), head_after());
       }
       copy_async_wait<0>();
       named_barrier(1, kThreads);  // every warp has read line, records, the other inbox and the stage
       const int recorded = fate.count;
       if (i + 1 < units)
-        load({n, head, next_fate.line, next_fate.length, next_fate.accepted},
+        load({after(n), head_after(), next_fate.line, next_fate.length, next_fate.accepted},
              smem + L::kInboxes + (i + 1) % 2 * L::kInboxBytes, count, beta);
       copy_async_commit();
 
@@ -372,12 +374,12 @@ struct Preparer {
       const Stage<C> stage(smem, filled++);
       if (is_courier() && elect_one()) load_state(unit, stage);
       __syncwarp();
-      const uint2 z =
-          load_four(reinterpret_cast<const u16*>(inbox + L::kRows) + ((3 + warp) * 4 + 3) * kDim + lane * 4);
-      if (filled - finished == 1) older_z = z;
-      else newer_z = z;
       gate(unit, f_b, a, inbox, stage);
-      if (warp < unit.length) convolve(unit, own_beta, inbox, stage);
+      if (warp < unit.length) {
+        const uint2 z = convolve(unit, own_beta, inbox, stage);
+        if (filled - finished == 1) older_z = z;
+        else newer_z = z;
+      }
       if (const int t = recorded_token(); t < unit.pending) recall(t, a, inbox, stage);
       if (leads() && lane == 0) {
         stage.unit() = unit;
@@ -476,14 +478,8 @@ __device__ inline void kda_stream(const Params& p, u8* smem) {
   const i64 units = i64(C::kHeads) * p.requests;
   const int first = static_cast<int>(units * blockIdx.x / gridDim.x);
   const int last = static_cast<int>(units * (blockIdx.x + 1) / gridDim.x);
-  constexpr int kWalkerRegisters = C::kTokens < 8 ? 112 : 120;  // of 128 each; ptxas spills with others
-  if (warp < kPreparers) {
-    take_registers<256 - kWalkerRegisters>();
-    Preparer<C>{p, smem, warp, lane}.run(first, last - first);
-  } else {
-    give_registers<kWalkerRegisters>();
-    walk<C>(smem, warp - kPreparers, lane);
-  }
+  if (warp < kPreparers) Preparer<C>{p, smem, warp, lane}.run(first, last - first);
+  else walk<C>(smem, warp - kPreparers, lane);
 }
 
 }  // namespace twostep::kda

@@ -191,7 +191,7 @@ TEST_F(KdaSplit, ctas_that_stay_leave_the_same_bits) {
         GTEST_SKIP() << valid.message();
       SCOPED_TRACE(name_of(spec));
       Scene scene(random, spec);
-      RigOptions options = spec.rig;
+      RigOptions options = scene.rig.options();
       options.tactic = KdaTactic{1, 8, 4};
       Rig other(scene.layer, scene.shape, options);
       const auto drawn = [&](int low, int high) {

@@ -88,10 +88,6 @@ inline void pdl_wait() {
   if (!emulate::pdl_wait_is_skipped) emulate::wait_for_predecessors();
 }
 inline void pdl_launch() { emulate::let_successor_start(); }
-template <int kRegisters>
-void take_registers() {}
-template <int kRegisters>
-void give_registers() {}
 inline int warp_uniform(int v) { return v; }
 inline float exp2_approx(float v) { return std::exp2(v); }
 inline float reciprocal(float v) { return 1 / v; }
