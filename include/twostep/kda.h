@@ -56,7 +56,7 @@ struct KdaTactic {
   int warps = 8;      // of a CTA: 4, 8, 16; the first that the values of the CTA need hold the state
   int pass_rows = 1;  // rows of the state that a thread holds at a time: 1, 2, 4
   // CTAs that stay, one to an SM, and prepare a (request, head) while they walk through the tokens of the one before.
-  // Verify in state mode records alone, with split 1, warps 16, pass_rows 4.
+  // Verify of three tokens or more in state mode records alone, with split 1, warps 16, pass_rows 4.
   bool stream = false;
   friend bool operator==(const KdaTactic&, const KdaTactic&) = default;
 };

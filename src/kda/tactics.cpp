@@ -15,6 +15,7 @@ namespace {
 constexpr int kSplits[] = {1, 2, 4, 8};
 constexpr int kWarpCounts[] = {4, 8, 16};
 constexpr int kPassRows[] = {1, 2, 4};
+constexpr int kLeastStreamTokens = 3;  // with two, ptxas spills in one of the layouts
 
 int values_of(const KdaTactic& t) { return kKdaHeadDim / t.split; }
 // Rows of one pass, eight lanes to a row: of all warps, or of the first that hold all rows.
@@ -88,7 +89,8 @@ Status kda_tactic_valid(const KdaTactic& t, int tokens, const DeviceFacts& facts
   if (!one_of(kWarpCounts, t.warps)) return invalid("warps", t.warps, "4, 8, 16");
   if (!one_of(kPassRows, t.pass_rows)) return invalid("pass_rows", t.pass_rows, "1, 2, 4");
   if (t.split > 1 && facts.arch == 120) return invalid("split", t.split, "1 on this architecture");
-  if (t.stream && (folded == 0 || tokens == 1)) return invalid("stream", 1, "verify in state mode records");
+  if (t.stream && (folded == 0 || tokens < kLeastStreamTokens))
+    return invalid("stream", 1, "verify of three tokens or more in state mode records");
   if (t.stream && (t.split != 1 || t.warps != 16 || t.pass_rows != 4))
     return invalid("stream", 1, "split 1, warps 16, pass_rows 4");
   if (pass_values(t) < 4 * 4 * t.pass_rows)

@@ -33,7 +33,7 @@ inline std::vector<KdaBuild> emulated_kda() {
            {1, 3, false, true, false, false, false, {2, 16, 2}},
            {8, 10, false, true, false, false, true, {1, 16, 4, true}},
            {4, 10, true, false, true, true, true, {1, 16, 4, true}},
-           {2, 4, false, false, true, false, true, {1, 16, 4, true}},
+           {3, 5, false, false, true, false, true, {1, 16, 4, true}},
            {5, 7, true, true, false, false, true, {1, 16, 4, true}},
        }) {
     KdaBuild build;

@@ -48,19 +48,20 @@ TEST(KdaTactics, four_warps_or_more_hold_the_values_of_a_cta) {
 TEST(KdaTactics, ctas_stay_in_verify_with_records_and_in_one_shape) {
   const KdaTactic stays{1, 16, 4, true};
   EXPECT_EQ(to_string(stays), "split 1 warps 16 pass_rows 4 stream");
-  for (int tokens = 2; tokens <= kKdaMaxTokens; ++tokens)
-    for (const int folded : {1, 4, 8}) {
+  for (int tokens = 3; tokens <= kKdaMaxTokens; ++tokens)
+    for (const int folded : {3, 4, 8}) {
       EXPECT_TRUE(kda_tactic_valid(stays, tokens, hopper(), folded).ok()) << tokens << ", " << folded;
       EXPECT_FALSE(kda_tactic_valid(stays, tokens, consumer(), folded).ok());  // no room
       int listed = 0;
       for (const KdaTactic& tactic : valid_kda_tactics(tokens, hopper(), folded)) listed += tactic.stream;
       EXPECT_EQ(listed, 1);
     }
-  expect_refusal(stays, 8, hopper(), "tactic.stream = 1; accepted: verify in state mode records");
+  expect_refusal(stays, 8, hopper(),
+                 "tactic.stream = 1; accepted: verify of three tokens or more in state mode records");
   const auto refused = [](const KdaTactic& tactic, int tokens) {
     return kda_tactic_valid(tactic, tokens, hopper(), 8).message();
   };
-  EXPECT_NE(refused(stays, 1).find("tactic.stream"), std::string::npos);
+  for (const int tokens : {1, 2}) EXPECT_NE(refused(stays, tokens).find("tactic.stream"), std::string::npos);
   for (const KdaTactic& other : {KdaTactic{1, 8, 4, true}, {1, 16, 2, true}, {2, 16, 4, true}})
     EXPECT_NE(refused(other, 8).find("accepted: split 1, warps 16, pass_rows 4"), std::string::npos);
   // A CTA on each SM at most, and as many elsewhere as there are heads of all requests and pieces of them.
