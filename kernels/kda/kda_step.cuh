@@ -42,8 +42,9 @@
 
 namespace twostep::kda {
 
-// For tests alone: each turns one synchronisation rule off.
-enum class Fault { kNone, kNoDependencyWait, kNoTokenBarrier };
+// For tests alone: each turns one synchronisation rule off. But for the last, which lets every lane arrive where one
+// speaks for its warp: a checker of races may follow threads alone.
+enum class Fault { kNone, kNoDependencyWait, kNoTokenBarrier, kEveryLaneArrives };
 
 struct Params {
   const u16* projected;

@@ -72,6 +72,7 @@ struct Fate {
 template <class C>
 struct Stage {
   using L = StreamLayout<C>;
+  static constexpr int kArrivals = C::kFault == Fault::kEveryLaneArrives ? 32 : 1;  // of a warp
   u8* base;
   SmemAddress full;    // all is there: by the preparers and the copy unit
   SmemAddress folded;  // the folded state lies where the one before was: by the walkers
@@ -85,9 +86,14 @@ struct Stage {
         walked(full + 16),
         parity(i / 2 % 2) {}
   __device__ void init() const {
-    barrier_init(full, kPreparers + 1);
-    barrier_init(folded, kWalkers);
-    barrier_init(walked, kWalkers);
+    barrier_init(full, kPreparers * kArrivals + 1);
+    barrier_init(folded, kWalkers * kArrivals);
+    barrier_init(walked, kWalkers * kArrivals);
+  }
+  // All lanes of a warp, for what all of them did before.
+  static __device__ void arrive(SmemAddress barrier, int lane) {
+    __syncwarp();
+    if (kArrivals == 32 || lane == 0) barrier_arrive(barrier);
   }
   __device__ float* vectors() const { return reinterpret_cast<float*>(base + L::kVectors); }    // [t][k, q, decay][128]
   __device__ float* v() const { return reinterpret_cast<float*>(base + L::kV); }                // [t][128]
@@ -385,8 +391,7 @@ struct Preparer {
         stage.unit() = unit;
         *Records<C>(p, unit.line, unit.head).count = unit.length;
       }
-      __syncwarp();
-      if (lane == 0) barrier_arrive(stage.full);
+      stage.arrive(stage.full, lane);
       if (is_courier() && filled > 1 && elect_one()) store_state({smem, filled - 2});
       __syncwarp();
     }
@@ -403,8 +408,7 @@ struct Preparer {
       stage.unit().length = 0;
       barrier_arrive(stage.full);
     }
-    __syncwarp();
-    if (lane == 0) barrier_arrive(stage.full);
+    stage.arrive(stage.full, lane);
   }
 };
 
@@ -445,8 +449,7 @@ __device__ inline void walk(u8* smem, int warp, int lane) {
         for (int i = 0; i < 4; ++i) store_shared_float4(rows + offset(g, i) * 4, s[g][i]);
       fence_proxy_async();
     }
-    __syncwarp();  // and the rows' u are read: o takes their place
-    if (lane == 0) barrier_arrive(stage.folded);
+    stage.arrive(stage.folded, lane);  // and the rows' u are read: o takes their place
     Vectors token;
 #pragma unroll 1
     for (int t = 0; t < length; ++t) {
@@ -460,8 +463,7 @@ __device__ inline void walk(u8* smem, int warp, int lane) {
       __syncwarp();  // the rows' lanes have read v
       if (owns) *own_v = u[0];
     }
-    __syncwarp();
-    if (lane == 0) barrier_arrive(stage.walked);
+    stage.arrive(stage.walked, lane);
   }
 }
 

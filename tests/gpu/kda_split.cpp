@@ -113,6 +113,7 @@ TEST_F(KdaSplit, dead_and_live_requests_share_a_grid_at_every_split) {
           SceneSpec spec{.heads = 2, .requests = 8, .tokens = tokens, .records = records};
           spec.rig.tactic = tactic;
           spec.rig.early_caches = early_caches;
+          if (tactic.stream) spec.rig.switches.fault = "kEveryLaneArrives";  // for racecheck, which runs this test
           specs.push_back(spec);
         }
   for (const auto& scene : scenes_of(random, specs)) {
