@@ -250,6 +250,7 @@ struct Tally {
   std::int64_t heads = 0;
   std::int64_t singles = 0;      // of them, those after one token from equal inputs
   std::int64_t singles_off = 0;  // by more than 1e-5 m
+  std::int64_t far = 0;          // heads off by more than 5e-3 m
   double worst = 0;              // max |S - S_ref| / m
   double worst_rounded = 0;      // of the kernel's q, k, v, g: in BF16 steps
   Tally& operator+=(const Tally& other);
@@ -271,6 +272,7 @@ struct Carried {
 Verdict judge(const Rig& rig, const Step& step, const Caches& before, const Outcome& outcome,
               Profile profile = Profile::kStock, Carried* carried = nullptr);
 
+void expect_states(const Tally& tally);  // of plain, the rule of every head
 void expect_strict(const Tally& tally);
 void expect_plain(const Tally& tally);
 void expect_right(const Verdict& verdict);  // single steps: strict, and plain as far as the pool allows

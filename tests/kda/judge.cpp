@@ -26,6 +26,7 @@ void tally_state(const State& got, const double* reference, bool single, Tally* 
   ++tally->heads;
   tally->singles += single;
   tally->singles_off += single && error > 1e-5 * largest;
+  tally->far += !(error <= 5e-3 * largest);
   tally->worst = std::max(tally->worst, error / largest);
 }
 
@@ -90,6 +91,7 @@ Tally& Tally::operator+=(const Tally& other) {
   heads += other.heads;
   singles += other.singles;
   singles_off += other.singles_off;
+  far += other.far;
   worst = std::max(worst, other.worst);
   worst_rounded = std::max(worst_rounded, other.worst_rounded);
   return *this;
@@ -256,6 +258,13 @@ void expect_outputs(const Tally& tally) {
 
 }  // namespace
 
+// A flip of the largest element of k moves it by up to 2^-7 of itself, so that one head in many thousands misses 5e-3
+// m.
+void expect_states(const Tally& tally) {
+  EXPECT_TRUE(within_rate(tally.far, 1e-4, tally.heads, 1)) << to_string(tally);
+  EXPECT_LE(tally.worst, 0x1p-6) << to_string(tally);
+}
+
 void expect_strict(const Tally& tally) {
   SCOPED_TRACE("strict");
   EXPECT_LE(tally.worst, 1e-5) << to_string(tally);
@@ -265,7 +274,7 @@ void expect_strict(const Tally& tally) {
 
 void expect_plain(const Tally& tally) {
   SCOPED_TRACE("plain");
-  EXPECT_LE(tally.worst, 5e-3) << to_string(tally);
+  expect_states(tally);
   if (tally.singles >= kPool) {
     EXPECT_TRUE(within_rate(tally.singles_off, 0.02, tally.singles)) << to_string(tally);
   }
@@ -279,7 +288,7 @@ void expect_right(const Verdict& verdict) {
 }
 
 void expect_chain(const Verdict& verdict) {
-  EXPECT_LE(verdict.plain.worst, 5e-3) << to_string(verdict.plain);
+  expect_states(verdict.plain);
   // One flip changes outputs for tens of tokens: in fewer tokens than these the rate of a chain says nothing.
   constexpr std::int64_t kTokens = 512;
   if (verdict.plain.outputs >= kTokens * kDim) {

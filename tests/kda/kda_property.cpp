@@ -129,7 +129,7 @@ Verdict one_case(Random& random) {
   const Verdict verdict = scene.judge(outcome);
   if (verdict.plain.outputs > 0) {
     expect_strict(verdict.strict);
-    EXPECT_LE(verdict.plain.worst, 5e-3) << to_string(verdict.plain);
+    expect_states(verdict.plain);
   }
   return verdict;
 }

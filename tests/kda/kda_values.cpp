@@ -117,7 +117,7 @@ Tally expect_strict_case(Random& random, const Cross& one) {
   const Outcome outcome = scene.run();
   const Verdict verdict = scene.judge(outcome);
   expect_strict(verdict.strict);
-  EXPECT_LE(verdict.plain.worst, 5e-3) << to_string(verdict.plain);
+  expect_states(verdict.plain);
 
   const Layer wide(scene.layer.values(), DType::kF32);
   Rig rig(wide, scene.shape, scene.spec.rig);
