@@ -84,7 +84,7 @@ bool explain(int heads, KdaKey key, int conv_len, StateMode mode, const std::opt
   else if (entry) source = "by the rule: the table's tactic does not fit this GPU";
   fmt::print("{}, {}\n", to_string(tactic), source);
   fmt::print("    {} CTAs of {} threads in clusters of {}, {} bytes of shared memory each\n",
-             key.requests * heads * tactic.split, kda_threads(tactic), tactic.split,
+             kda_grid(heads, key.requests, tactic, facts), kda_threads(tactic), tactic.split,
              kda_smem_bytes(key.tokens, tactic, folded));
   return true;
 }
